@@ -1,0 +1,41 @@
+# On a fresh machine with Python and make:  `make quickstart`  and  `make test`.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+# One thread per test process: the models are tiny, and two processes of one thread beat one of two.
+PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+
+.PHONY: install quickstart test test-slow lint format bench clean
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Maulstick needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(INSTALLED)
+
+quickstart: $(INSTALLED)
+	$(BIN)/maulstick quickstart --output_dir quickstart-output
+
+test: $(INSTALLED)
+	$(PYTEST) -m "not slow"
+
+test-slow: $(INSTALLED)
+	$(PYTEST) -m slow
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED)
+	$(BIN)/python -m bench.train_step
+
+clean:
+	rm -rf $(VENV) build dist quickstart-output .pytest_cache .mypy_cache .ruff_cache
