@@ -1,0 +1,143 @@
+"""The commands. Each imports what it needs when it is called, so that ``--help`` is instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import App, CycloptsError, Parameter
+
+from maulstick import __version__
+from maulstick.errors import MaulstickError
+from maulstick.options.generate import GenerateOptions
+from maulstick.options.help_format import PlainHelp
+from maulstick.options.load import OPTION_STYLE, load_train_options, options_app
+
+TRAIN_SUMMARY = """Train a LoRA on captioned images.
+
+Options have the names that sd-scripts gives them; a switch is turned off with --name=false. Options that only
+sd-scripts has are accepted where they change nothing, and refused with what to use instead where they would."""
+CHECK_SUMMARY = """Show what `maulstick train` would do with the same options, without training.
+
+Lists images, captions, repeats, buckets, steps, trained modules and learning rates, and all that was found about the
+data."""
+
+Json = Annotated[bool, Parameter(name="json")]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return the exit status: 0, 2 after an error of the user's to mend, 130 when interrupted."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _run(arguments) or 0
+    except CycloptsError as error:
+        error.verbose = False
+        return _fail(str(error))
+    except MaulstickError as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        print("maulstick: interrupted", file=sys.stderr)
+        return 130
+
+
+def run() -> None:
+    """Run as a program: what the installed `maulstick` calls."""
+    sys.exit(main())
+
+
+def _fail(message: str) -> int:
+    print(f"maulstick: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _run(arguments: list[str]) -> int | None:
+    if not arguments or {"--help", "-h"} & set(arguments):
+        return _help(arguments)
+    command, rest = arguments[0], arguments[1:]
+    if command in OPTION_COMMANDS:
+        return OPTION_COMMANDS[command](rest)
+    return build_app()(arguments, exit_on_error=False, print_error=False)
+
+
+def _help(arguments: list[str]) -> int | None:
+    try:
+        status = build_app()(arguments, exit_on_error=False, print_error=False)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # Whoever reads (`| head`) has seen enough; without a new target Python would complain again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def build_app() -> App:
+    """Return the program with its commands; `train` and `check` are in it for their help only."""
+    app = App(
+        name="maulstick",
+        help="Train LoRA adapters for Stable Diffusion, with runs that finish and say what they did.",
+        help_format="plaintext",
+        help_formatter=PlainHelp(),
+        version=__version__,
+        default_parameter=OPTION_STYLE,
+        result_action="return_value",
+    )
+    app.command(options_app("train", TRAIN_SUMMARY))
+    app.command(options_app("check", CHECK_SUMMARY, with_json=True))
+    app.command(generate)
+    app.command(quickstart)
+    app.command(optimizers)
+    for place, name in enumerate(["quickstart", "train", "check", "generate", "optimizers"]):
+        app[name].sort_key = place
+    return app
+
+
+def train(arguments: Sequence[str]) -> int:
+    """Train a LoRA."""
+    loaded = load_train_options(arguments)
+    from maulstick.train.run import run_training
+
+    return run_training(loaded)
+
+
+def check(arguments: Sequence[str]) -> int:
+    """Show the plan of a run."""
+    as_json = "--json" in arguments
+    loaded = load_train_options([argument for argument in arguments if argument != "--json"])
+    from maulstick.train.prepare import check_command
+
+    return check_command(loaded, as_json)
+
+
+OPTION_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "check": check}
+
+
+def generate(*, options: GenerateOptions = GenerateOptions()) -> int:  # noqa: B008 (never changed)
+    """Draw images from a base model, with or without LoRA files."""
+    from maulstick.tools.generate import generate_command
+
+    return generate_command(options)
+
+
+def quickstart(output_dir: Path = Path("maulstick-quickstart")) -> int:
+    """Train a LoRA on the small model and the images that ship with Maulstick, and show what it changed.
+
+    Args:
+        output_dir: Folder for the LoRA, the pictures and the log.
+    """
+    from maulstick.tools.quickstart import run_quickstart
+
+    return run_quickstart(output_dir)
+
+
+def optimizers(*, as_json: Json = False) -> int:
+    """List the optimizers that optimizer_type can name.
+
+    Args:
+        as_json: Print one JSON object instead of a table.
+    """
+    from maulstick.train.optim import list_optimizers_command
+
+    return list_optimizers_command(as_json)

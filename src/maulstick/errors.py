@@ -1,0 +1,28 @@
+"""The errors a user can act on. Anything else that escapes is a defect of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class MaulstickError(Exception):
+    """Something the user gave cannot be used; the message says what, what was expected and what to do."""
+
+
+class OptionError(MaulstickError):
+    """An option is unknown, malformed, contradictory or without effect."""
+
+
+class DataError(MaulstickError):
+    """Training data cannot be used as it lies."""
+
+
+class ModelError(MaulstickError):
+    """A model or adapter file cannot be used."""
+
+
+def nearest_name_hint(name: str, valid: Iterable[str]) -> str:
+    """Return " Did you mean X?" for the valid name closest to ``name``, or "" when none is close."""
+    close = get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f" Did you mean '{close[0]}'?" if close else ""

@@ -1,0 +1,54 @@
+"""Writing files so that a crash or a full disk never leaves a half-written one under its final name."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+
+def atomic_write(path: Path, write: Callable[[Path], None] | bytes | str) -> None:
+    """Create or replace ``path`` in one step.
+
+    ``write`` is the content, or a function that writes it to the temporary path it is given. The data is flushed to
+    the disk before the rename, so that after a power cut either the old or the new content is there. On any failure
+    the old file stays and the temporary one is removed.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary_name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    os.close(handle)
+    temporary = Path(temporary_name)
+    try:
+        if isinstance(write, str):
+            temporary.write_text(write, encoding="utf-8")
+        elif isinstance(write, bytes):
+            temporary.write_bytes(write)
+        else:
+            write(temporary)
+        with open(temporary, "rb+") as written:
+            os.fsync(written.fileno())
+        # mkstemp makes files private; the result should follow the user's umask like any other file they write.
+        os.chmod(temporary, 0o666 & ~_current_umask())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _current_umask() -> int:
+    umask = os.umask(0)
+    os.umask(umask)
+    return umask
+
+
+def set_aside(path: Path) -> Path | None:
+    """Rename an existing file to ``name.old-N.suffix`` with the first free N; return the new path, None if there was none."""
+    if not path.exists():
+        return None
+    number = 1
+    while (target := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+        number += 1
+    path.rename(target)
+    return target

@@ -1,0 +1,1 @@
+"""Everything a user may set, and how it is read."""

@@ -1,0 +1,301 @@
+"""What options say together: contradictions and values out of range are errors, harmless leftovers are named.
+
+Nothing here opens a file; what depends on the model or on the images is checked where those are read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
+
+from maulstick.errors import OptionError
+from maulstick.options.dataset_config import parse_resolution
+from maulstick.options.schema import TrainOptions, flat_values
+from maulstick.options.sd_scripts_table import NETWORK_MODULES
+from maulstick.options.values import parse_steps
+
+DEFAULTS = flat_values(TrainOptions())
+
+
+def check_train_options(options: TrainOptions, given: Collection[str]) -> list[str]:
+    """Refuse options that cannot mean what they say, and name those that have no effect.
+
+    Args:
+        given: the names that the user set, to tell a value from a default.
+
+    Returns:
+        One line for each thing that is harmless but will not do what it seems to.
+
+    Raises:
+        OptionError: something required is missing, a value is out of range, or two options contradict each other.
+    """
+    _check_required(options)
+    _check_ranges(options)
+    _check_network(options, given)
+    _check_rates(options)
+    _check_data(options)
+    _check_schedule(options)
+    _check_samples(options)
+    return list(_leftovers(options, given))
+
+
+# ---------------------------------------------------------------------------------------- what must be there
+
+
+def _check_required(options: TrainOptions) -> None:
+    if options.model.pretrained_model_name_or_path is None:
+        raise OptionError(
+            "No base model was named. Give pretrained_model_name_or_path: a diffusers folder, or one "
+            ".safetensors/.ckpt file."
+        )
+    if options.dataset.train_data_dir is None and options.dataset.dataset_config is None:
+        raise OptionError(
+            "No training images were named. Give train_data_dir (a folder that holds folders such as 10_cat) "
+            "or dataset_config (a dataset description in TOML)."
+        )
+    if options.run.output_dir is None:
+        raise OptionError("No folder for the results was named. Give output_dir.")
+
+
+# ---------------------------------------------------------------------------------------- ranges
+
+
+@dataclass(frozen=True)
+class _Range:
+    expected: str
+    holds: Callable[[float], bool]
+
+
+_ONE_OR_MORE = _Range("at least 1", lambda value: value >= 1)
+_ZERO_OR_MORE = _Range("0 or more", lambda value: value >= 0)
+_ABOVE_ZERO = _Range("above 0", lambda value: value > 0)
+_CHANCE = _Range("a chance from 0 to 1", lambda value: 0 <= value <= 1)
+_CHANCE_BELOW_ONE = _Range("a chance from 0 to below 1 (at 1 nothing would be trained)", lambda value: 0 <= value < 1)
+
+RANGES: dict[str, _Range] = {
+    "clip_skip": _ONE_OR_MORE,
+    "network_dim": _ONE_OR_MORE,
+    "network_alpha": _ABOVE_ZERO,
+    "network_dropout": _CHANCE_BELOW_ONE,
+    "conv_dim": _ONE_OR_MORE,
+    "conv_alpha": _ABOVE_ZERO,
+    "rank_dropout": _CHANCE_BELOW_ONE,
+    "module_dropout": _CHANCE_BELOW_ONE,
+    "scale_weight_norms": _ABOVE_ZERO,
+    "train_batch_size": _ONE_OR_MORE,
+    "keep_tokens": _ZERO_OR_MORE,
+    "caption_dropout_rate": _CHANCE,
+    "min_bucket_reso": _ONE_OR_MORE,
+    "max_bucket_reso": _ONE_OR_MORE,
+    "bucket_reso_steps": _Range("a multiple of 8, at least 8", lambda value: value >= 8 and value % 8 == 0),
+    "prior_loss_weight": _ZERO_OR_MORE,
+    "save_every_n_epochs": _ONE_OR_MORE,
+    "save_every_n_steps": _ONE_OR_MORE,
+    "max_train_steps": _ONE_OR_MORE,
+    "max_train_epochs": _ONE_OR_MORE,
+    "gradient_accumulation_steps": _ONE_OR_MORE,
+    "seed": _Range("a whole number from 0 to 4294967295", lambda value: 0 <= value < 2**32),
+    "learning_rate": _ZERO_OR_MORE,
+    "unet_lr": _ZERO_OR_MORE,
+    "text_encoder_lr": _ZERO_OR_MORE,
+    "max_grad_norm": _ZERO_OR_MORE,
+    "min_snr_gamma": _ABOVE_ZERO,
+    "noise_offset": _ZERO_OR_MORE,
+    "sample_every_n_steps": _ONE_OR_MORE,
+    "sample_every_n_epochs": _ONE_OR_MORE,
+}
+"""Every option that is a number, with the values it may have."""
+
+
+def _check_ranges(options: TrainOptions) -> None:
+    values = flat_values(options)
+    for name, allowed in RANGES.items():
+        numbers = values[name] if isinstance(values[name], list) else [values[name]]
+        for number in numbers:
+            if number is not None and not (math.isfinite(number) and allowed.holds(number)):
+                hint = _range_hint(name, number, options)
+                raise OptionError(f"{name} = {number}: expected {allowed.expected}.{hint}")
+    name = options.run.output_name
+    if not name.strip() or "/" in name or "\\" in name:
+        raise OptionError(f"output_name = {name!r}: expected a file name without folders; those go into output_dir.")
+
+
+def _range_hint(name: str, number: float, options: TrainOptions) -> str:
+    if name == "network_alpha" and number == 0:
+        # sd-scripts reads an alpha of 0 as the rank; saying so is better than guessing that it was meant.
+        return f" For the scale of 1 that sd-scripts makes of 0, write network_alpha = {options.network.network_dim}."
+    return ""
+
+
+# ---------------------------------------------------------------------------------------- contradictions
+
+
+def _contradiction(first: str, second: str, explanation: str) -> OptionError:
+    return OptionError(f"{first} and {second} contradict each other: {explanation}")
+
+
+def _check_network(options: TrainOptions, given: Collection[str]) -> None:
+    network = options.network
+    if network.network_module != "networks.lora":
+        said = NETWORK_MODULES.get(network.network_module, "there is no such network")
+        raise OptionError(
+            f"network_module = {network.network_module}: {said}. Maulstick trains networks.lora; remove network_module "
+            "or set it to that."
+        )
+    if network.network_train_unet_only and network.network_train_text_encoder_only:
+        raise _contradiction(
+            "network_train_unet_only",
+            "network_train_text_encoder_only",
+            "nothing would be trained. Remove one or both.",
+        )
+    if network.conv_alpha is not None and network.conv_dim is None and not network.dim_from_weights:
+        raise OptionError("conv_alpha is given without conv_dim, so 3x3 convolutions get no LoRA. Give conv_dim too.")
+    if network.dim_from_weights:
+        if network.network_weights is None:
+            raise OptionError(
+                "dim_from_weights is given without network_weights. Name the file to take the ranks from."
+            )
+        for name in ("network_dim", "network_alpha", "conv_dim", "conv_alpha"):
+            if name in given:
+                raise _contradiction(
+                    "dim_from_weights", name, "ranks and alphas come from network_weights. Remove one of the two."
+                )
+    if options.dataset.cache_text_encoder_outputs and not network.network_train_unet_only:
+        raise _contradiction(
+            "cache_text_encoder_outputs",
+            "training the text encoder",
+            "its outputs change meanwhile. Add network_train_unet_only, or remove cache_text_encoder_outputs.",
+        )
+
+
+def _check_rates(options: TrainOptions) -> None:
+    network, optimizer = options.network, options.optimizer
+    text_rates = optimizer.text_encoder_lr
+    if text_rates is not None and len(text_rates) > 1:
+        raise OptionError(
+            f"text_encoder_lr has {len(text_rates)} values, but SD 1.x and 2.x have one text encoder. Give one value."
+        )
+    if network.network_train_unet_only and text_rates is not None and any(text_rates):
+        raise _contradiction(
+            "network_train_unet_only",
+            f"text_encoder_lr = {text_rates[0]:g}",
+            "the text encoder is not trained. Remove one.",
+        )
+    if network.network_train_text_encoder_only and optimizer.unet_lr:
+        raise _contradiction(
+            "network_train_text_encoder_only",
+            f"unet_lr = {optimizer.unet_lr:g}",
+            "the UNet is not trained. Remove one.",
+        )
+    unet_rate = optimizer.learning_rate if optimizer.unet_lr is None else optimizer.unet_lr
+    text_rate = optimizer.learning_rate if text_rates is None else text_rates[0]
+    if not network.network_train_text_encoder_only and unet_rate == 0:
+        name = "learning_rate" if optimizer.unet_lr is None else "unet_lr"
+        raise OptionError(
+            f"{name} = 0 would leave the UNet's LoRA as it is. Give a rate above 0, or network_train_text_encoder_only."
+        )
+    if not network.network_train_unet_only and text_rate == 0:
+        name = "learning_rate" if text_rates is None else "text_encoder_lr"
+        raise OptionError(
+            f"{name} = 0 would leave the text encoder's LoRA as it is. Give a rate above 0, or network_train_unet_only."
+        )
+
+
+def _check_data(options: TrainOptions) -> None:
+    data = options.dataset
+    width, height = parse_resolution(data.resolution)
+    if data.dataset_config is not None:
+        for name in ("train_data_dir", "reg_data_dir"):
+            if getattr(data, name) is not None:
+                raise _contradiction("dataset_config", name, "both name image folders. Leave one of them out.")
+        return
+    if data.min_bucket_reso > data.max_bucket_reso:
+        raise _contradiction(
+            f"min_bucket_reso = {data.min_bucket_reso}",
+            f"max_bucket_reso = {data.max_bucket_reso}",
+            "it must be smaller.",
+        )
+    if not data.enable_bucket:
+        if width % 8 or height % 8:
+            raise OptionError(f"resolution = {data.resolution}: the sides of an image must be multiples of 8 pixels.")
+        return
+    for name, fits in (
+        ("min_bucket_reso", data.min_bucket_reso <= min(width, height)),
+        ("max_bucket_reso", data.max_bucket_reso >= max(width, height)),
+    ):
+        if not fits:
+            raise _contradiction(
+                f"{name} = {getattr(data, name)}",
+                f"resolution = {data.resolution}",
+                "the size of training must lie between min_bucket_reso and max_bucket_reso. Change one of them.",
+            )
+
+
+def _check_schedule(options: TrainOptions) -> None:
+    schedule = options.schedule
+    if _has_warmup(options) and schedule.lr_scheduler == "constant":
+        raise _contradiction(
+            "lr_scheduler = constant",
+            f"lr_warmup_steps = {schedule.lr_warmup_steps}",
+            "it has no warm-up. Use lr_scheduler = constant_with_warmup, or set lr_warmup_steps to 0.",
+        )
+
+
+def _has_warmup(options: TrainOptions) -> bool:
+    # Any large total tells; the real one is not known before the data is.
+    return parse_steps(options.schedule.lr_warmup_steps, 10**9) > 0
+
+
+def _check_samples(options: TrainOptions) -> None:
+    sample = options.sample
+    if sample.sample_prompts is None:
+        for name in ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"):
+            if getattr(sample, name):
+                raise OptionError(f"{name} is given without sample_prompts. Name a text file with one prompt a line.")
+
+
+# ---------------------------------------------------------------------------------------- leftovers
+
+
+def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
+    """Yield a line for each option that says something and does nothing, because another one is missing."""
+    data, run, sample, optimizer = options.dataset, options.run, options.sample, options.optimizer
+    network = options.network
+
+    def set_otherwise(*names: str) -> list[str]:
+        values = flat_values(options)
+        return [name for name in names if name in given and values[name] != DEFAULTS[name]]
+
+    def line(names: list[str], missing: str) -> Iterator[str]:
+        if names:
+            yield f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {missing}."
+
+    # A dataset description may switch these on for its own datasets, whatever the options say.
+    if data.dataset_config is None:
+        if not data.shuffle_caption:
+            yield from line(set_otherwise("keep_tokens"), "without shuffle_caption")
+        if not data.enable_bucket:
+            buckets = set_otherwise("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale")
+            yield from line(buckets, "without enable_bucket")
+        if data.reg_data_dir is None:
+            yield from line(set_otherwise("prior_loss_weight"), "without reg_data_dir")
+    if {"max_train_steps", "max_train_epochs"} <= set(given):
+        yield f"max_train_steps has no effect: max_train_epochs = {run.max_train_epochs} takes its place."
+    if run.no_metadata:
+        yield from line(set_otherwise("training_comment"), "with no_metadata")
+    if sample.sample_prompts is None:
+        yield from line(set_otherwise("sample_sampler"), "without sample_prompts")
+    elif not (sample.sample_every_n_steps or sample.sample_every_n_epochs or sample.sample_at_first):
+        names = ["sample_prompts", *set_otherwise("sample_sampler")]
+        yield from line(names, "without sample_every_n_steps, sample_every_n_epochs or sample_at_first")
+    if options.schedule.lr_scheduler == "constant_with_warmup" and not _has_warmup(options):
+        yield "lr_scheduler = constant_with_warmup is the same as constant without lr_warmup_steps."
+    if network.network_train_text_encoder_only:
+        yield from line(set_otherwise("conv_dim", "conv_alpha"), "with network_train_text_encoder_only")
+    if options.log.log_with == "wandb":
+        yield from line(set_otherwise("logging_dir"), "with log_with = wandb")
+    unet_has_rate = optimizer.unet_lr is not None or network.network_train_text_encoder_only
+    text_has_rate = optimizer.text_encoder_lr is not None or network.network_train_unet_only
+    if "learning_rate" in given and unet_has_rate and text_has_rate:
+        yield "learning_rate has no effect: every part that is trained has a rate of its own."

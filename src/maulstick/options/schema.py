@@ -1,0 +1,226 @@
+"""Every option of a training run, in the dataclass of the part that it configures.
+
+The string under a field is its line in ``--help``. Names are those of sd-scripts wherever sd-scripts has one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from cyclopts import Group, Parameter
+
+Precision = Literal["no", "fp16", "bf16"]
+SavePrecision = Literal["float", "fp16", "bf16"]
+Scheduler = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"]
+
+
+@Parameter(name="*", group=Group.create_ordered("Model"))
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    pretrained_model_name_or_path: str | None = None
+    """Base model: a diffusers folder, or one .safetensors/.ckpt file in the original layout. Required."""
+    v2: bool = False
+    """Say that the base is SD 2.x; it is recognised anyway, and a contradiction is an error."""
+    v_parameterization: bool = False
+    """Say that the base predicts v instead of noise (SD 2.x 768-v and v-prediction fine-tunes)."""
+    vae: str | None = None
+    """Other VAE to encode images with: a diffusers folder or one file."""
+    clip_skip: int | None = None
+    """Take the text states from this layer, counted from the end (1 = last, 2 = one before it)."""
+    max_token_length: Literal[75, 150, 225] = 75
+    """Longest caption, in tokens; longer ones are cut and reported."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Network (what is trained)"))
+@dataclass(frozen=True, kw_only=True)
+class NetworkOptions:
+    network_module: str = "networks.lora"
+    """Kind of adapter, as sd-scripts names it; networks.lora is the one there is."""
+    network_dim: int = 4
+    """Rank of the LoRA."""
+    network_alpha: float = 1.0
+    """LoRA scale numerator: the update is multiplied by network_alpha / network_dim."""
+    network_dropout: float | None = None
+    """Chance (0 to 1) to drop each rank activation in training."""
+    network_args: list[str] = field(default_factory=list)
+    """Further network arguments as key=value: conv_dim, conv_alpha, rank_dropout, module_dropout."""
+    conv_dim: int | None = None
+    """Rank for 3x3 convolutions; without it they get no LoRA."""
+    conv_alpha: float | None = None
+    """Scale numerator for 3x3 convolutions (1 when conv_dim is set)."""
+    rank_dropout: float | None = None
+    """Chance (0 to 1) to drop a whole rank channel per image in training."""
+    module_dropout: float | None = None
+    """Chance (0 to 1) to leave out a whole LoRA module for a step."""
+    network_weights: Path | None = None
+    """LoRA file to start from."""
+    dim_from_weights: bool = False
+    """Take ranks and alphas from network_weights instead of network_dim and network_alpha."""
+    network_train_unet_only: bool = False
+    """Train the UNet's LoRA only."""
+    network_train_text_encoder_only: bool = False
+    """Train the text encoder's LoRA only."""
+    scale_weight_norms: float | None = None
+    """Scale a module's update down when its norm exceeds this value (1 is a good start)."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Data"))
+@dataclass(frozen=True, kw_only=True)
+class DatasetOptions:
+    train_data_dir: Path | None = None
+    """Folder that holds image folders named REPEATS_name (such as 10_cat)."""
+    reg_data_dir: Path | None = None
+    """The same for regularisation images."""
+    dataset_config: Path | None = None
+    """Dataset description as sd-scripts' TOML, instead of train_data_dir."""
+    resolution: str = "512"
+    """Training size in pixels: N or WIDTH,HEIGHT."""
+    train_batch_size: int = 1
+    """Images per micro-batch and process."""
+    caption_extension: str = ".txt"
+    """Extension of the caption files; .txt and .caption are both looked for, this one first."""
+    shuffle_caption: bool = False
+    """Shuffle the comma-separated tags of a caption each time it is used."""
+    keep_tokens: int = 0
+    """Number of tags at the start that shuffling leaves in place."""
+    caption_dropout_rate: float = 0.0
+    """Chance (0 to 1) to train an image with an empty caption."""
+    enable_bucket: bool = False
+    """Sort images into buckets by aspect ratio instead of cropping all to one size."""
+    min_bucket_reso: int = 256
+    """Shortest side of a bucket, in pixels."""
+    max_bucket_reso: int = 1024
+    """Longest side of a bucket, in pixels."""
+    bucket_reso_steps: int = 64
+    """Bucket sides are multiples of this many pixels."""
+    bucket_no_upscale: bool = False
+    """Never enlarge an image: small ones get a bucket of their own size."""
+    flip_aug: bool = False
+    """Mirror images at random, with chance 1/2."""
+    cache_latents: bool = False
+    """Encode all images once before training and keep the latents in memory."""
+    cache_latents_to_disk: bool = False
+    """The same, kept as files beside the images for the next run."""
+    cache_text_encoder_outputs: bool = False
+    """Encode captions once; the text encoder leaves the device where captions don't vary."""
+    prior_loss_weight: float = 1.0
+    """Weight of the loss of regularisation images."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Run"))
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    output_dir: Path | None = None
+    """Folder for everything the run writes. Required."""
+    output_name: str = "last"
+    """Name of the LoRA file, without extension."""
+    save_precision: SavePrecision | None = None
+    """Number format of the saved file; without it float (32 bit)."""
+    save_every_n_epochs: int | None = None
+    """Save a LoRA file every so many epochs."""
+    save_every_n_steps: int | None = None
+    """Save a LoRA file every so many steps."""
+    max_train_steps: int = 1600
+    """Length of training in steps (updates)."""
+    max_train_epochs: int | None = None
+    """Length of training in epochs; takes the place of max_train_steps."""
+    gradient_accumulation_steps: int = 1
+    """Micro-batches per update."""
+    gradient_checkpointing: bool = False
+    """Compute activations twice to save memory."""
+    mixed_precision: Precision = "no"
+    """Number format of the base and of the forward pass; the LoRA itself stays in 32 bit."""
+    seed: int | None = None
+    """Seed of every random choice; without it one is drawn and logged."""
+    no_metadata: bool = False
+    """Write only the metadata that programs need to load the file."""
+    training_comment: str | None = None
+    """Comment stored in the file's metadata."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Optimizer"))
+@dataclass(frozen=True, kw_only=True)
+class OptimizerOptions:
+    learning_rate: float = 1e-4
+    """Learning rate of all that has no rate of its own."""
+    unet_lr: float | None = None
+    """Learning rate of the UNet's LoRA."""
+    text_encoder_lr: list[float] | None = None
+    """Learning rate of the text encoder's LoRA."""
+    optimizer_type: str = "AdamW"
+    """Optimizer; `maulstick optimizers` lists them."""
+    optimizer_args: list[str] = field(default_factory=list)
+    """Further optimizer arguments as key=value, such as weight_decay=0.01 betas=0.9,0.99."""
+    max_grad_norm: float = 1.0
+    """Gradients are scaled down to this norm; 0 turns clipping off."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Learning-rate schedule"))
+@dataclass(frozen=True, kw_only=True)
+class ScheduleOptions:
+    lr_scheduler: Scheduler = "constant"
+    """Course of the learning rate; cosine_with_restarts has one cycle, polynomial has power 1."""
+    lr_warmup_steps: str = "0"
+    """Length of the linear warm-up: steps, a fraction below 1 of all steps, or a share such as 10%."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Objective"))
+@dataclass(frozen=True, kw_only=True)
+class ObjectiveOptions:
+    min_snr_gamma: float | None = None
+    """Limit the weight of nearly clean timesteps (min-SNR); 5 is the paper's value."""
+    noise_offset: float | None = None
+    """Add a per-channel offset to the noise, of this standard deviation, to reach dark and bright images."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Samples while training"))
+@dataclass(frozen=True, kw_only=True)
+class SampleOptions:
+    sample_prompts: Path | None = None
+    """Text file with one prompt a line, with sd-scripts' --n --w --h --d --l --s options."""
+    sample_every_n_steps: int | None = None
+    """Draw the sample prompts every so many steps."""
+    sample_every_n_epochs: int | None = None
+    """Draw the sample prompts every so many epochs."""
+    sample_at_first: bool = False
+    """Draw the sample prompts before the first step too."""
+    sample_sampler: Literal["ddim", "pndm", "lms", "euler", "euler_a", "dpmsolver", "dpmsolver++"] = "euler"
+    """Sampler for the sample images."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Log"))
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    logging_dir: Path | None = None
+    """Folder for TensorBoard files; without it they go into output_dir/logs."""
+    log_with: Literal["tensorboard", "wandb", "all"] | None = None
+    """Also send values to these trackers; the JSONL log in output_dir is always written."""
+    console: Literal["auto", "rich", "plain", "quiet"] = "auto"
+    """Terminal output: a live bar, plain lines for log files, or nothing but results and errors."""
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions:
+    """All options of one run, by the part they belong to."""
+
+    model: ModelOptions = ModelOptions()
+    network: NetworkOptions = field(default_factory=NetworkOptions)
+    dataset: DatasetOptions = DatasetOptions()
+    run: RunOptions = RunOptions()
+    optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
+    schedule: ScheduleOptions = ScheduleOptions()
+    objective: ObjectiveOptions = ObjectiveOptions()
+    sample: SampleOptions = SampleOptions()
+    log: LogOptions = LogOptions()
+
+
+def flat_values(options: TrainOptions) -> dict[str, Any]:
+    """Return every option's value by its name, without the groups."""
+    return {
+        option.name: getattr(getattr(options, group.name), option.name)
+        for group in fields(options)
+        for option in fields(getattr(options, group.name))
+    }

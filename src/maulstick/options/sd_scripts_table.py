@@ -1,0 +1,324 @@
+"""The rows about sd-scripts: every option of its LoRA scripts that Maulstick has not, and its default there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+Default = bool | int | float | str | tuple[()] | None
+"""sd-scripts' default. Its type says what follows the name on a command line: a bool nothing, () any number of values,
+anything else one value."""
+
+
+@dataclass(frozen=True)
+class OnlyWith:
+    """A condition on one of Maulstick's own options; ``values`` empty means: it is set at all."""
+
+    option: str
+    values: tuple[str, ...]
+    reason: str
+
+    def holds(self, active: Mapping[str, Any]) -> bool:
+        value = active[self.option]
+        return value in self.values if self.values else value is not None
+
+
+@dataclass(frozen=True)
+class NoEffect:
+    """Accepted and reported: nothing here depends on it, for ``reason``."""
+
+    reason: str
+    default: Default = None
+    also_off: tuple[Any, ...] = ()
+    scripts: str = "all"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An error that says what to do ``instead``; with ``only_with``, merely without effect where that does not hold."""
+
+    instead: str
+    default: Default = None
+    also_off: tuple[Any, ...] = ()
+    scripts: str = "all"
+    only_with: OnlyWith | None = None
+
+
+@dataclass(frozen=True)
+class Renamed:
+    """Another name of one of Maulstick's own options."""
+
+    to: str
+    default: Default = None
+    scripts: str = "all"
+
+
+def _later(what: str, **details: Any) -> Refused:
+    return Refused(f"{what} is not supported yet; remove it", **details)
+
+
+_WITH_WANDB = OnlyWith("log_with", ("wandb", "all"), "only used with W&B")
+_WITH_TRACKER = OnlyWith("log_with", ("tensorboard", "wandb", "all"), "only used with log_with")
+_WITH_LOG_FOLDER = OnlyWith("logging_dir", (), "only used with logging_dir")
+_WITH_OFFSET = OnlyWith("noise_offset", (), "only used with noise_offset")
+_WITH_RESTARTS = OnlyWith("lr_scheduler", ("cosine_with_restarts",), "only used with cosine_with_restarts")
+_WITH_POLYNOMIAL = OnlyWith("lr_scheduler", ("polynomial",), "only used with polynomial")
+
+_MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
+    "tokenizer_cache_dir": NoEffect("the tokenizer files ship with Maulstick"),
+    "xformers": NoEffect("PyTorch's own attention is always used", False),
+    "sdpa": NoEffect("PyTorch's own attention is always used", False),
+    "mem_eff_attn": NoEffect("PyTorch's own attention is always used", False),
+    "lowram": NoEffect("weights are always read on the CPU and moved after", False),
+    "highvram": NoEffect("device memory is emptied only where encoders are done", False),
+    "no_half_vae": NoEffect("images whose latents are not finite are encoded again in 32 bit", False),
+    "full_fp16": Refused("the LoRA itself always stays in 32 bit; use mixed_precision = fp16", False),
+    "full_bf16": Refused("the LoRA itself always stays in 32 bit; use mixed_precision = bf16", False),
+    "fp8_base": _later("an 8-bit base model", default=False),
+    "fp8_base_unet": _later("an 8-bit base model", default=False),
+    "cpu_offload_checkpointing": Refused("not supported; use gradient_checkpointing", False),
+    "fused_backward_pass": Refused("not supported; gradients of a LoRA are small", False),
+    "torch_compile": _later("compiling the model", default=False),
+    "dynamo_backend": NoEffect("only used with torch_compile", "inductor", ("no",)),
+    "ddp_timeout": _later("setting DDP's timeout"),
+    "ddp_gradient_as_bucket_view": _later("setting DDP's gradient buckets", default=False),
+    "ddp_static_graph": _later("setting DDP's static graph", default=False),
+    "deepspeed": Refused("DeepSpeed is not supported; several GPUs are used through accelerate launch", False),
+    "zero_stage": NoEffect("only used with deepspeed", 2),
+    "offload_optimizer_device": NoEffect("only used with deepspeed"),
+    "offload_optimizer_nvme_path": NoEffect("only used with deepspeed"),
+    "offload_param_device": NoEffect("only used with deepspeed"),
+    "offload_param_nvme_path": NoEffect("only used with deepspeed"),
+    "zero3_init_flag": NoEffect("only used with deepspeed", False),
+    "zero3_save_16bit_model": NoEffect("only used with deepspeed", False),
+    "fp16_master_weights_and_gradients": NoEffect("only used with deepspeed", False),
+}
+
+_NETWORK: dict[str, NoEffect | Refused | Renamed] = {
+    "base_weights": _later("merging LoRA files into the base before training", default=()),
+    "base_weights_multiplier": NoEffect("only used with base_weights", ()),
+}
+
+_DATA: dict[str, NoEffect | Refused | Renamed] = {
+    "caption_extention": Renamed("caption_extension"),
+    "caption_separator": _later("another separator of tags than the comma", default=","),
+    "keep_tokens_separator": _later("a mark between fixed and shuffled tags", default=""),
+    "secondary_separator": _later("a mark between tags that stay together"),
+    "enable_wildcard": _later("random alternatives inside a caption", default=False),
+    "weighted_captions": _later("weighting words of a caption", default=False),
+    "caption_prefix": _later("text put before every caption"),
+    "caption_suffix": _later("text put after every caption"),
+    "caption_tag_dropout_rate": _later("leaving out single tags at random", default=0.0),
+    "caption_dropout_every_n_epochs": _later("whole epochs with empty captions", default=0),
+    "token_warmup_step": _later("growing the number of tags in the first steps", default=0),
+    "token_warmup_min": NoEffect("only used with token_warmup_step", 1),
+    "color_aug": _later("random changes of colour", default=False),
+    "random_crop": _later("cropping at random places", default=False),
+    "face_crop_aug_range": _later("random crops around faces"),
+    "alpha_mask": _later("a loss masked by the alpha channel", default=False),
+    "masked_loss": _later("a masked loss", default=False),
+    "conditioning_data_dir": NoEffect("only used with masked_loss"),
+    "resize_interpolation": _later("choosing the filter for resizing"),
+    "skip_image_resolution": _later("leaving out images below a size"),
+    "train_inpainting": _later("training for inpainting", default=False),
+    "in_json": Refused("image lists in JSON are not supported; use train_data_dir or dataset_config"),
+    "dataset_repeats": NoEffect("only used with in_json", 1),
+    "dataset_class": Refused("a dataset class of one's own is not supported; use train_data_dir or dataset_config"),
+    "debug_dataset": Refused("use `maulstick check`, which shows what would be trained", False),
+    "cache_info": NoEffect("images and captions are always read and checked at the start", False),
+    "skip_cache_check": NoEffect("caches are always checked, by content", False),
+    "vae_batch_size": NoEffect("images are encoded together as their size allows", 1, (0,)),
+    "max_data_loader_n_workers": NoEffect("images are read by threads, as many as help", 8, (0,)),
+    "persistent_data_loader_workers": NoEffect("images are read by threads, as many as help", False),
+}
+
+_RUN: dict[str, NoEffect | Refused | Renamed] = {
+    "save_model_as": Refused("LoRA files are always safetensors; remove it", "safetensors"),
+    "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
+    "save_last_n_epochs": _later("deleting older files (every saved file is kept)"),
+    "save_last_n_steps": _later("deleting older files (every saved file is kept)"),
+    "save_state": _later("saving and resuming the whole state", default=False),
+    "save_state_on_train_end": _later("saving and resuming the whole state", default=False),
+    "save_last_n_epochs_state": NoEffect("only used with save_state"),
+    "save_last_n_steps_state": NoEffect("only used with save_state"),
+    "resume": _later("resuming from a saved state"),
+    "initial_epoch": _later("starting at a later epoch", also_off=(0, 1)),
+    "initial_step": _later("starting at a later step", also_off=(0,)),
+    "skip_until_initial_step": NoEffect("only used with initial_step or initial_epoch", False),
+    "metadata_title": _later("setting this line of the metadata"),
+    "metadata_author": _later("setting this line of the metadata"),
+    "metadata_description": _later("setting this line of the metadata"),
+    "metadata_license": _later("setting this line of the metadata"),
+    "metadata_tags": _later("setting this line of the metadata"),
+    "metadata_usage_hint": _later("setting this line of the metadata"),
+    "metadata_thumbnail": _later("setting this line of the metadata"),
+    "metadata_merged_from": _later("setting this line of the metadata"),
+    "metadata_trigger_phrase": _later("setting this line of the metadata"),
+    "metadata_preprocessor": _later("setting this line of the metadata"),
+    "metadata_is_negative_embedding": _later("setting this line of the metadata"),
+    "output_config": Refused("not supported; write the options into a TOML file and name it with config_file", False),
+    "huggingface_repo_id": Refused("nothing is uploaded; upload the file yourself and remove it"),
+    "huggingface_repo_type": NoEffect("only used with huggingface_repo_id"),
+    "huggingface_path_in_repo": NoEffect("only used with huggingface_repo_id"),
+    "huggingface_token": NoEffect("only used with huggingface_repo_id"),
+    "huggingface_repo_visibility": NoEffect("only used with huggingface_repo_id"),
+    "async_upload": NoEffect("only used with huggingface_repo_id", False),
+    "save_state_to_huggingface": NoEffect("only used with huggingface_repo_id", False),
+    "resume_from_huggingface": NoEffect("only used with resume", False),
+    "validation_split": _later("holding images back for validation", default=0.0),
+    "validation_seed": NoEffect("only used with validation_split"),
+    "validate_every_n_steps": NoEffect("only used with validation_split"),
+    "validate_every_n_epochs": NoEffect("only used with validation_split"),
+    "max_validation_steps": NoEffect("only used with validation_split"),
+}
+
+_OPTIMIZER: dict[str, NoEffect | Refused | Renamed] = {
+    "use_8bit_adam": Refused("use optimizer_type = AdamW8bit", False),
+    "use_lion_optimizer": Refused("use optimizer_type = Lion", False),
+    "lr_scheduler_type": _later("a schedule given by its class"),
+    "lr_scheduler_args": _later("passing arguments to the schedule", default=()),
+    "lr_scheduler_num_cycles": _later("more than one cycle", default=1, only_with=_WITH_RESTARTS),
+    "lr_scheduler_power": _later("another power than 1", default=1, only_with=_WITH_POLYNOMIAL),
+    "lr_decay_steps": _later("setting the length of the decay", default=0),
+    "lr_scheduler_timescale": NoEffect("only used with lr_scheduler = inverse_sqrt, which is not supported"),
+    "lr_scheduler_min_lr_ratio": _later("a lowest rate above 0"),
+}
+
+_OBJECTIVE: dict[str, NoEffect | Refused | Renamed] = {
+    "noise_offset_random_strength": _later("a random noise offset", default=False, only_with=_WITH_OFFSET),
+    "adaptive_noise_scale": _later("a noise offset that depends on the latents", also_off=(0,)),
+    "multires_noise_iterations": _later("multi-resolution noise", also_off=(0,)),
+    "multires_noise_discount": NoEffect("only used with multires_noise_iterations", 0.3, (0,)),
+    "ip_noise_gamma": _later("noise on the noisy input", also_off=(0,)),
+    "ip_noise_gamma_random_strength": NoEffect("only used with ip_noise_gamma", False),
+    "zero_terminal_snr": _later("a noise schedule that ends in pure noise", default=False),
+    "min_timestep": _later("a lowest timestep", also_off=(0,)),
+    "max_timestep": _later("a highest timestep", also_off=(1000,)),
+    "loss_type": _later("another loss than l2", default="l2"),
+    "huber_schedule": NoEffect("only used with loss_type = huber or smooth_l1", "snr"),
+    "huber_c": NoEffect("only used with loss_type = huber or smooth_l1", 0.1),
+    "huber_scale": NoEffect("only used with loss_type = huber or smooth_l1", 1.0),
+    "scale_v_pred_loss_like_noise_pred": _later("weighting v-prediction like noise prediction", default=False),
+    "v_pred_like_loss": _later("weighting noise prediction like v-prediction", also_off=(0,)),
+    "debiased_estimation_loss": _later("debiased weighting of the loss", default=False),
+}
+
+_LOG: dict[str, NoEffect | Refused | Renamed] = {
+    "log_prefix": _later("a prefix of log folders", only_with=_WITH_LOG_FOLDER),
+    "log_tracker_name": _later("naming the tracker's project", only_with=_WITH_TRACKER),
+    "log_tracker_config": _later("a configuration file for trackers", only_with=_WITH_TRACKER),
+    "log_config": NoEffect("all options are always logged", False),
+    "wandb_run_name": NoEffect("a run is called after output_name"),
+    "wandb_api_key": Refused("keys don't belong in options; run `wandb login` once", only_with=_WITH_WANDB),
+    "console_log_level": NoEffect("what is shown is set with console"),
+    "console_log_file": Refused("use console = plain and redirect the output to a file"),
+    "console_log_simple": Refused("use console = plain", False),
+}
+
+_SDXL_AND_SD3: dict[str, NoEffect | Refused | Renamed] = {
+    "cache_text_encoder_outputs_to_disk": Refused("use cache_text_encoder_outputs", False, scripts="SDXL, SD3"),
+    "disable_mmap_load_safetensors": NoEffect("how files are read is chosen by Maulstick", False, scripts="SDXL, SD3"),
+    **{
+        name: Refused("SD3 models are not supported yet; remove it", default, also_off, scripts="SD3")
+        for name, default, also_off in (
+            ("clip_l", None, ()),
+            ("clip_g", None, ()),
+            ("t5xxl", None, ()),
+            ("save_clip", False, ()),
+            ("save_t5xxl", False, ()),
+            ("t5xxl_device", None, ()),
+            ("t5xxl_dtype", None, ()),
+            ("t5xxl_max_token_length", 256, ()),
+            ("text_encoder_batch_size", None, ()),
+            ("apply_lg_attn_mask", False, ()),
+            ("apply_t5_attn_mask", False, ()),
+            ("clip_l_dropout_rate", 0.0, ()),
+            ("clip_g_dropout_rate", 0.0, ()),
+            ("t5_dropout_rate", 0.0, ()),
+            ("pos_emb_random_crop_rate", 0.0, ()),
+            ("enable_scaled_pos_embed", False, ()),
+            ("training_shift", 1.0, ()),
+            ("weighting_scheme", "uniform", ("none", "logit_normal")),
+            ("logit_mean", 0.0, ()),
+            ("logit_std", 1.0, ()),
+            ("mode_scale", 1.29, ()),
+            ("blocks_to_swap", None, (0,)),
+        )
+    },
+}
+
+_KOHYA_SS: dict[str, NoEffect | Refused | Renamed] = {
+    "epoch": NoEffect("kohya_ss makes max_train_steps of it", scripts="kohya_ss"),
+    "noise_offset_type": NoEffect("a note of kohya_ss to itself", scripts="kohya_ss"),
+    "lowvram": NoEffect("sd-scripts does not have it either", False, scripts="kohya_ss"),
+    "stop_text_encoder_training": NoEffect("sd-scripts ignores it too", 0, scripts="kohya_ss"),
+    "loraplus_lr_ratio": _later("LoRA+", also_off=(0,), scripts="kohya_ss"),
+    "loraplus_unet_lr_ratio": _later("LoRA+", also_off=(0,), scripts="kohya_ss"),
+    "loraplus_text_encoder_lr_ratio": _later("LoRA+", also_off=(0,), scripts="kohya_ss"),
+}
+
+SD_SCRIPTS_OPTIONS: Mapping[str, NoEffect | Refused | Renamed] = {
+    **_MODEL_AND_MEMORY,
+    **_NETWORK,
+    **_DATA,
+    **_RUN,
+    **_OPTIMIZER,
+    **_OBJECTIVE,
+    **_LOG,
+    **_SDXL_AND_SD3,
+    **_KOHYA_SS,
+}
+"""Every option of sd-scripts' train_network, sdxl_train_network and sd3_train_network that is not in ``schema``, and
+the keys that kohya_ss adds to its configuration files."""
+
+SUPPORTED_NETWORK_ARGUMENTS = ("conv_dim", "conv_alpha", "rank_dropout", "module_dropout")
+
+_BLOCKS_LATER = "ranks and learning rates by block are not supported yet; remove it"
+_LYCORIS = "belongs to LyCORIS, which is not supported; networks.lora is"
+
+NETWORK_ARGUMENTS: Mapping[str, str] = {
+    **dict.fromkeys(("down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold"), _BLOCKS_LATER),
+    **dict.fromkeys(("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"), _BLOCKS_LATER),
+    **dict.fromkeys(
+        ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"),
+        "LoRA+ is not supported yet; remove it",
+    ),
+    **dict.fromkeys(("algo", "preset", "factor", "use_tucker", "use_cp", "use_scalar", "decompose_both"), _LYCORIS),
+    **dict.fromkeys(("rank_dropout_scale", "train_norm", "constrain", "rescaled", "dora_wd", "block_size"), _LYCORIS),
+    "unit": "belongs to networks.dylora, which is not supported; networks.lora is",
+    "dropout": "use network_dropout",
+}
+"""Keys of ``network_args`` that other networks or later versions have, with what to do about them."""
+
+NETWORK_MODULES: Mapping[str, str] = {
+    "lycoris.kohya": "LyCORIS is not supported",
+    "networks.lora_fa": "LoRA-FA is not supported",
+    "networks.dylora": "DyLoRA is not supported",
+    "networks.oft": "OFT is not supported",
+    "networks.lora_flux": "FLUX models are not supported yet",
+    "networks.lora_sd3": "SD3 models are not supported yet",
+    "networks.lora_lumina": "Lumina models are not supported",
+}
+"""What is to be said about sd-scripts' other network modules."""
+
+DIFFERENCES: Mapping[str, str] = {
+    "network_module": "networks.lora is the only one, and the default",
+    "network_dim": "default 4, as sd-scripts takes when none is given",
+    "learning_rate": "default 1e-4 (sd-scripts: 2e-6)",
+    "caption_extension": "default .txt (sd-scripts: .caption); .txt and .caption are both found anyway",
+    "resolution": "default 512 (sd-scripts has none)",
+    "output_name": "default last",
+    "optimizer_type": "default AdamW",
+    "sample_sampler": "default euler (sd-scripts: ddim)",
+    "lr_scheduler": "the six named in --help",
+    "text_encoder_lr": "one rate: SD 1.x and 2.x have one text encoder",
+    **dict.fromkeys(SUPPORTED_NETWORK_ARGUMENTS, "in sd-scripts only a key of network_args, which works too"),
+    "logging_dir": "may be left out: TensorBoard's files then go into output_dir/logs",
+    "console": "terminal output",
+    "config_file": "unknown names in it are errors",
+}
+"""Options that Maulstick has too, with another default or a limit."""
+
+MAULSTICK_ONLY = frozenset({"console", *SUPPORTED_NETWORK_ARGUMENTS})
+"""Options that sd-scripts does not have under this name."""

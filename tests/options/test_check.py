@@ -1,0 +1,194 @@
+"""What options say together: contradictions, ranges, and leftovers without effect."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from maulstick.errors import OptionError
+from maulstick.options.check import RANGES, check_train_options
+from maulstick.options.load import LoadedOptions, load_train_options
+from maulstick.options.schema import DatasetOptions, ModelOptions, RunOptions, TrainOptions
+from maulstick.train.schedule import SHAPES
+
+Load = Callable[..., LoadedOptions]
+
+
+@pytest.mark.parametrize(
+    "missing", ["pretrained_model_name_or_path", "train_data_dir", "output_dir"], ids=["model", "data", "output"]
+)
+def test_what_is_required_is_asked_for_by_name(missing: str) -> None:
+    given = {"pretrained_model_name_or_path": "m", "train_data_dir": "d", "output_dir": "o"}
+    tokens = [token for name, value in given.items() if name != missing for token in (f"--{name}", value)]
+    with pytest.raises(OptionError, match=f"Give {missing}"):
+        load_train_options(tokens)
+
+
+def test_a_dataset_description_stands_for_the_data_folder(load: Load) -> None:
+    assert load("--train_data_dir", "", "--dataset_config", "d.toml").options.dataset.train_data_dir is None
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (
+            ["--network_train_unet_only", "--network_train_text_encoder_only"],
+            ["network_train_unet_only", "network_train_text_encoder_only"],
+        ),
+        (["--dim_from_weights"], ["dim_from_weights", "network_weights"]),
+        (
+            ["--dim_from_weights", "--network_weights", "w", "--network_dim", "4"],
+            ["dim_from_weights", "network_dim", "network_weights"],
+        ),
+        (["--dim_from_weights", "--network_weights", "w", "--conv_dim", "4"], ["dim_from_weights", "conv_dim"]),
+        (["--conv_alpha", "4"], ["conv_alpha", "conv_dim"]),
+        (
+            ["--network_train_unet_only", "--text_encoder_lr", "1e-5"],
+            ["network_train_unet_only", "text_encoder_lr = 1e-05"],
+        ),
+        (
+            ["--network_train_text_encoder_only", "--unet_lr", "1e-5"],
+            ["network_train_text_encoder_only", "unet_lr = 1e-05"],
+        ),
+        (["--cache_text_encoder_outputs"], ["cache_text_encoder_outputs", "Add network_train_unet_only"]),
+        (["--dataset_config", "d.toml"], ["dataset_config", "train_data_dir"]),
+        (
+            ["--train_data_dir", "", "--dataset_config", "d.toml", "--reg_data_dir", "r"],
+            ["dataset_config", "reg_data_dir"],
+        ),
+        (
+            ["--lr_warmup_steps", "100"],
+            ["lr_scheduler = constant", "lr_warmup_steps = 100", "lr_scheduler = constant_with_warmup"],
+        ),
+        (["--sample_every_n_steps", "10"], ["sample_every_n_steps", "sample_prompts"]),
+        (["--sample_every_n_epochs", "1"], ["sample_every_n_epochs", "sample_prompts"]),
+        (["--sample_at_first"], ["sample_at_first", "sample_prompts"]),
+        (
+            ["--min_bucket_reso", "512", "--max_bucket_reso", "256"],
+            ["min_bucket_reso = 512", "max_bucket_reso = 256"],
+        ),
+        (["--enable_bucket", "--resolution", "64"], ["min_bucket_reso = 256", "resolution = 64"]),
+        (["--enable_bucket", "--resolution", "512,1536"], ["max_bucket_reso = 1024", "resolution = 512,1536"]),
+    ],
+)
+def test_contradictions_name_both_options(load: Load, arguments: list[str], named: list[str]) -> None:
+    with pytest.raises(OptionError) as error:
+        load(*arguments)
+    assert all(name in str(error.value) for name in named)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--network_alpha", "0"], "network_alpha = 0.0: expected above 0.*network_alpha = 4"),
+        (["--network_dropout", "1"], "network_dropout = 1.0: expected a chance from 0 to below 1"),
+        (["--caption_dropout_rate", "1.01"], "caption_dropout_rate = 1.01: expected a chance from 0 to 1"),
+        (["--seed", "-1"], "seed = -1: expected a whole number from 0 to 4294967295"),
+        (["--learning_rate", "inf"], "learning_rate = inf"),
+        (["--learning_rate", "nan"], "learning_rate = nan"),
+        (["--text_encoder_lr", "-1e-4"], "text_encoder_lr = -0.0001: expected 0 or more"),
+        (["--bucket_reso_steps", "20"], "bucket_reso_steps = 20: expected a multiple of 8"),
+        (["--resolution", "500"], "resolution = 500: the sides of an image must be multiples of 8"),
+        (["--resolution", "512x512"], "512x512"),
+        (["--output_name", "a/b"], "output_name = 'a/b': expected a file name"),
+        (["--output_name", " "], "output_name = ' ': expected a file name"),
+        (["--lr_warmup_steps", "1.0", "--lr_scheduler", "cosine"], "lr_warmup_steps = 1.0.*100% for all"),
+        (["--learning_rate", "0"], "learning_rate = 0 would leave the UNet"),
+        (["--unet_lr", "0"], "unet_lr = 0 would leave the UNet.*network_train_text_encoder_only"),
+        (["--text_encoder_lr", "0"], "text_encoder_lr = 0 would leave the text encoder.*network_train_unet_only"),
+        (["--text_encoder_lr", "1e-4", "1e-5"], "text_encoder_lr has 2 values"),
+        (["--network_module", "lycoris.kohya"], "network_module = lycoris.kohya: LyCORIS.*networks.lora"),
+        (["--network_module", "networks.lroa"], "network_module = networks.lroa: there is no such network"),
+    ],
+)
+def test_values_out_of_range(load: Load, arguments: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load(*arguments)
+
+
+@pytest.mark.parametrize("name", sorted(RANGES))
+def test_no_number_may_be_negative(load: Load, name: str) -> None:
+    with pytest.raises(OptionError, match=rf"{name} = -3(\.0)?: expected"):
+        load(f"--{name}=-3")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--network_train_unet_only", "--text_encoder_lr", "0"],
+        ["--network_train_unet_only", "--cache_text_encoder_outputs"],
+        ["--network_train_text_encoder_only", "--unet_lr", "0"],
+        ["--dim_from_weights", "--network_weights", "w.safetensors"],
+        ["--lr_warmup_steps", "0%"],
+        ["--lr_warmup_steps", "0.1", "--lr_scheduler", "cosine"],
+        ["--enable_bucket", "--resolution", "500"],
+        ["--keep_tokens", "0", "--prior_loss_weight", "1", "--sample_sampler", "euler", "--min_bucket_reso", "256"],
+        ["--max_grad_norm", "0"],
+        ["--train_data_dir", "", "--dataset_config", "d.toml", "--keep_tokens", "1", "--min_bucket_reso", "128"],
+    ],
+)
+def test_harmless_combinations_pass_without_a_word(load: Load, arguments: list[str]) -> None:
+    assert load(*arguments).notices == []
+
+
+@pytest.mark.parametrize(
+    "arguments, notice",
+    [
+        (["--keep_tokens", "1"], "keep_tokens has no effect without shuffle_caption."),
+        (
+            ["--bucket_no_upscale", "--max_bucket_reso", "2048"],
+            "max_bucket_reso, bucket_no_upscale have no effect without enable_bucket.",
+        ),
+        (["--prior_loss_weight", "0.5"], "prior_loss_weight has no effect without reg_data_dir."),
+        (
+            ["--max_train_steps", "100", "--max_train_epochs", "3"],
+            "max_train_steps has no effect: max_train_epochs = 3 takes its place.",
+        ),
+        (["--no_metadata", "--training_comment", "x"], "training_comment has no effect with no_metadata."),
+        (["--sample_sampler", "euler_a"], "sample_sampler has no effect without sample_prompts."),
+        (
+            ["--sample_prompts", "p.txt", "--sample_sampler", "euler_a"],
+            "sample_prompts, sample_sampler have no effect without sample_every_n_steps, sample_every_n_epochs or "
+            "sample_at_first.",
+        ),
+        (
+            ["--lr_scheduler", "constant_with_warmup"],
+            "lr_scheduler = constant_with_warmup is the same as constant without lr_warmup_steps.",
+        ),
+        (
+            ["--network_train_text_encoder_only", "--network_args", "conv_dim=4"],
+            "conv_dim has no effect with network_train_text_encoder_only.",
+        ),
+        (["--logging_dir", "logs", "--log_with", "wandb"], "logging_dir has no effect with log_with = wandb."),
+        (
+            ["--learning_rate", "1e-3", "--unet_lr", "1e-4", "--text_encoder_lr", "1e-5"],
+            "learning_rate has no effect: every part that is trained has a rate of its own.",
+        ),
+        (
+            ["--learning_rate", "1e-3", "--unet_lr", "1e-4", "--network_train_unet_only"],
+            "learning_rate has no effect: every part that is trained has a rate of its own.",
+        ),
+    ],
+)
+def test_leftovers_are_named(load: Load, arguments: list[str], notice: str) -> None:
+    assert load(*arguments).notices == [notice]
+
+
+def test_options_made_in_python_are_checked_alike() -> None:
+    options = TrainOptions(
+        model=ModelOptions(pretrained_model_name_or_path="m"),
+        dataset=DatasetOptions(dataset_config="d.toml"),  # type: ignore[arg-type]
+        run=RunOptions(output_dir="o", max_train_steps=0),  # type: ignore[arg-type]
+    )
+    with pytest.raises(OptionError, match="max_train_steps = 0: expected at least 1"):
+        check_train_options(options, ())
+
+
+def test_the_schedules_of_the_options_are_those_of_training(load: Load) -> None:
+    for name in SHAPES:
+        assert load("--lr_scheduler", name).options.schedule.lr_scheduler == name
+    with pytest.raises(OptionError) as error:
+        load("--lr_scheduler", "nothing")
+    assert all(f'"{name}"' in str(error.value) for name in SHAPES)
+    assert str(error.value).count('"') == 2 * len(SHAPES) + 2

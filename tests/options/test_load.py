@@ -1,0 +1,236 @@
+"""Loading: every option from the command line and from TOML, what beats what, and what is not let through."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+import pytest
+
+from maulstick.errors import OptionError
+from maulstick.options.check import DEFAULTS, RANGES
+from maulstick.options.load import LoadedOptions, load_train_options
+from maulstick.options.schema import flat_values
+from maulstick.options.sd_scripts import unknown_option_error
+from maulstick.options.values import option_types
+
+Load = Callable[..., LoadedOptions]
+
+SPECIAL: dict[str, tuple[list[str], str, Any]] = {
+    "network_module": (["networks.lora"], '"networks.lora"', "networks.lora"),
+    "network_args": (["conv_dim=3", "rank_dropout=0.1"], '["conv_dim=3", "rank_dropout=0.1"]', None),
+    "resolution": (["512,768"], '"512,768"', "512,768"),
+    "bucket_reso_steps": (["32"], "32", 32),
+    "max_bucket_reso": (["2048"], "2048", 2048),
+    "lr_warmup_steps": (["5%"], '"5%"', "5%"),
+    "optimizer_args": (["weight_decay=0.1", "betas=0.9,0.95"], '["weight_decay=0.1", "betas=0.9,0.95"]', None),
+}
+COMPANIONS: dict[str, str] = {
+    "conv_alpha": "conv_dim = 4",
+    "dim_from_weights": 'network_weights = "w.safetensors"',
+    "cache_text_encoder_outputs": "network_train_unet_only = true",
+    "lr_warmup_steps": 'lr_scheduler = "cosine"',
+    **dict.fromkeys(("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"), 'sample_prompts = "p.txt"'),
+    "dataset_config": 'train_data_dir = ""',
+}
+
+
+def example(name: str) -> tuple[list[str], str, Any]:
+    """Return a value of the option that is not its default: as tokens, as TOML and as it should arrive."""
+    if name in SPECIAL:
+        tokens, toml, expected = SPECIAL[name]
+        return tokens, toml, tokens if expected is None else expected
+    hint = option_types()[name]
+    if hint is bool:
+        return [], "true", True
+    if hint is int:
+        return ["96"], "96", 96
+    if hint is float:
+        return ["0.75"], "0.75", 0.75
+    if hint is Path:
+        return ["some/place"], '"some/place"', Path("some/place")
+    if hint is str:
+        return ["text"], '"text"', "text"
+    if hint == list[float]:
+        return ["1e-05"], "1e-05", [1e-05]
+    assert get_origin(hint) is Literal
+    choice = next(choice for choice in get_args(hint) if choice != DEFAULTS[name])
+    return [str(choice)], f'"{choice}"' if isinstance(choice, str) else str(choice), choice
+
+
+REQUIRED_TOML = {"pretrained_model_name_or_path": '"model"', "train_data_dir": '"images"', "output_dir": '"out"'}
+
+
+@pytest.mark.parametrize("name", list(option_types()))
+def test_every_option_arrives_from_command_line_and_from_toml(name: str, tmp_path: Path) -> None:
+    tokens, toml, expected = example(name)
+    companion = COMPANIONS.get(name, "")
+    lines = [
+        f"{key} = {value}" for key, value in REQUIRED_TOML.items() if key != name and not companion.startswith(key)
+    ]
+    rest = tmp_path / "rest.toml"
+    rest.write_text("\n".join([*lines, companion]))
+    from_command_line = load_train_options(["--config_file", str(rest), f"--{name}", *tokens])
+    whole = tmp_path / "whole.toml"
+    whole.write_text("\n".join([*lines, companion, "[section]", f"{name} = {toml}"]))
+    from_file = load_train_options(["--config_file", str(whole)])
+    assert flat_values(from_command_line.options)[name] == expected
+    assert from_command_line.options == from_file.options
+    assert name in from_command_line.given & from_file.given
+    assert from_file.config_file == whole
+
+
+def test_without_anything_every_value_is_the_default(load: Load) -> None:
+    loaded = load()
+    changed = {name for name, value in flat_values(loaded.options).items() if value != DEFAULTS[name]}
+    assert changed == loaded.given == set(REQUIRED_TOML)
+    assert loaded.notices == []
+    assert loaded.config_file is None
+
+
+def test_every_number_has_a_range() -> None:
+    numbers = {name for name, hint in option_types().items() if hint in (int, float, list[float])}
+    assert numbers == set(RANGES)
+
+
+def test_the_command_line_beats_the_file(load: Load, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('network_dim = 8\nshuffle_caption = true\nvae = "other"\nseed = 5\nxformers = true\n')
+    loaded = load("--config_file", str(file), "--network_dim", "16", "--shuffle_caption=false", "--vae", "")
+    assert loaded.options.network.network_dim == 16
+    assert loaded.options.dataset.shuffle_caption is False
+    assert loaded.options.model.vae is None
+    assert loaded.options.run.seed == 5
+    assert "vae" not in loaded.given
+
+
+def test_dashes_are_taken_for_underscores(load: Load) -> None:
+    assert load("--network-dim", "16").options.network.network_dim == 16
+
+
+# ---------------------------------------------------------------------------------------- network_args
+
+
+def test_network_args_fill_the_options_of_that_name(load: Load) -> None:
+    network = load(
+        "--network_args", "conv_dim=8", "conv_alpha=4", "rank_dropout=0.1", "module_dropout=0.2"
+    ).options.network
+    assert (network.conv_dim, network.conv_alpha) == (8, 4.0)
+    assert (network.rank_dropout, network.module_dropout) == (0.1, 0.2)
+    assert network.network_args == ["conv_dim=8", "conv_alpha=4.0", "rank_dropout=0.1", "module_dropout=0.2"]
+
+
+def test_network_args_list_what_was_given_directly(load: Load) -> None:
+    assert load("--conv_dim", "8").options.network.network_args == ["conv_dim=8"]
+
+
+def test_network_args_and_the_option_itself(load: Load, tmp_path: Path) -> None:
+    assert load("--network_args", "conv_dim=8", "--conv_dim", "8").options.network.conv_dim == 8
+    with pytest.raises(OptionError, match=r"conv_dim = 4 \(command line\) and conv_dim=8 in network_args"):
+        load("--network_args", "conv_dim=8", "--conv_dim", "4")
+    file = tmp_path / "run.toml"
+    file.write_text('network_args = ["conv_dim=8"]\n')
+    network = load("--config_file", str(file), "--conv_dim", "4").options.network
+    assert (network.conv_dim, network.network_args) == (4, ["conv_dim=4"])
+    file.write_text("conv_dim = 8\n")
+    assert load("--config_file", str(file), "--network_args", "conv_dim=4").options.network.conv_dim == 4
+
+
+@pytest.mark.parametrize(
+    "argument, message",
+    [
+        ("conv_dm=4", "Unknown key 'conv_dm' in network_args .*Did you mean 'conv_dim'"),
+        ("zzz=4", "Unknown key 'zzz' .*There are conv_dim, conv_alpha, rank_dropout, module_dropout"),
+        ("conv_dim", "network_args 'conv_dim' .*expected key=value"),
+        ("conv_dim=four", 'conv_dim = "four" .*network_args.*expected a whole number'),
+        ("down_lr_weight=1,1,1", "network_args 'down_lr_weight' .*not supported yet"),
+        ("algo=lokr", "network_args 'algo' .*LyCORIS"),
+    ],
+)
+def test_network_args_that_are_not_understood(load: Load, argument: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load("--network_args", argument)
+
+
+def test_network_args_twice_the_same_key(load: Load) -> None:
+    with pytest.raises(OptionError, match="'conv_dim' stands more than once"):
+        load("--network_args", "conv_dim=4", "conv_dim=8")
+
+
+# ---------------------------------------------------------------------------------------- what follows from what
+
+
+def test_zero_turns_options_off_that_kohya_ss_writes_as_zero(load: Load) -> None:
+    loaded = load(
+        "--min_snr_gamma", "0", "--scale_weight_norms", "0", "--clip_skip", "0", "--network_args", "rank_dropout=0"
+    )
+    values = flat_values(loaded.options)
+    assert [values[name] for name in ("min_snr_gamma", "scale_weight_norms", "clip_skip", "rank_dropout")] == [None] * 4
+    assert values["network_args"] == []
+
+
+def test_caching_to_disk_is_caching(load: Load) -> None:
+    assert load("--cache_latents_to_disk").options.dataset.cache_latents is True
+
+
+def test_a_log_folder_means_tensorboard(load: Load) -> None:
+    loaded = load("--logging_dir", "logs")
+    assert loaded.options.log.log_with == "tensorboard"
+    assert len(loaded.notices) == 1
+    assert "TensorBoard" in loaded.notices[0]
+    assert load("--logging_dir", "logs", "--log_with", "wandb").options.log.log_with == "wandb"
+
+
+# ---------------------------------------------------------------------------------------- names that do not exist
+
+
+def misspelt(name: str, generator: random.Random) -> str:
+    """Return the name with one letter left out or replaced by one that occurs in no option."""
+    place = generator.randrange(len(name))
+    return name[:place] + generator.choice(["", "q"]) + name[place + 1 :]
+
+
+@pytest.mark.parametrize("name", [*option_types(), "config_file"])
+def test_a_misspelt_option_is_an_error_that_names_the_right_one(name: str, tmp_path: Path) -> None:
+    generator = random.Random(name)
+    wrong = misspelt(name, generator)
+    arguments, dashes, where = [f"--{wrong}", "1"], "--", "command line"
+    if generator.random() < 0.5:
+        file = tmp_path / "run.toml"
+        file.write_text(f"[part]\n{wrong} = 1\n")
+        arguments, dashes, where = ["--config_file", str(file)], "", f"{file}, section [part]"
+    with pytest.raises(OptionError) as error:
+        load_train_options(arguments)
+    said, _, hint = str(error.value).partition(" Did you mean")
+    assert said.startswith(f"Unknown option '{dashes}{wrong}' ({where}).")
+    if len(name) > 2:  # what is left of "v2" may be nothing like it
+        assert hint == f" '{dashes}{name}'?"
+    for _ in range(6 if len(name) > 2 else 0):
+        assert f"Did you mean '{name}'?" in str(unknown_option_error(misspelt(name, generator), "here"))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["run.toml"], "Unexpected argument 'run.toml'.*--config_file"),
+        (["--v2", "true"], "Unexpected argument 'true'.*--name=false"),
+        (["--network_dim", "x"], 'Invalid value for --network_dim: unable to convert "x" into int'),
+        (["--network_dim"], "--network_dim requires an argument"),
+        (["--seed", "1", "--seed", "2"], "--seed specified multiple times"),
+        (["--mixed_precision", "fp61"], 'Invalid value "fp61" for --mixed_precision.*Did you mean "fp16"'),
+        (["--max_data_loader_n_workers", "--v2"], "--max_data_loader_n_workers needs a value"),
+        (["--help2"], "Unknown option '--help2'.*train --help"),
+    ],
+)
+def test_command_lines_that_cannot_be_meant(load: Load, arguments: list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load(*arguments)
+
+
+def test_a_file_cannot_name_a_file(load: Load, tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('config_file = "other.toml"\n')
+    with pytest.raises(OptionError, match="one file cannot name another"):
+        load("--config_file", str(file))
