@@ -1,0 +1,1 @@
+"""The training run: plan, loop, objective, optimizer, schedule, events."""

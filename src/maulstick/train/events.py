@@ -1,0 +1,70 @@
+"""The event log: one JSON object a line, readable while the run goes on and after it died."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from pathlib import Path
+from typing import Any, TextIO
+
+from maulstick.files_io import set_aside
+
+
+def json_value(value: Any) -> Any:
+    """Make a value fit for JSON: non-finite floats become the strings "nan", "inf" and "-inf", paths become strings."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if isinstance(value, dict):
+        return {str(key): json_value(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_value(item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    return value
+
+
+class EventLog:
+    """Appends events to a file; every line is on its way to the disk before the call returns.
+
+    A log of an earlier run under the same name is set aside, never overwritten.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.earlier = set_aside(path)
+        self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Append one event with the current time in seconds since 1970."""
+        if self._file is None:
+            return
+        row = {"event": event, "time": round(time.time(), 3), **json_value(fields)}
+        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+class NoLog:
+    """Takes the event log's place on all processes but the first."""
+
+    def write(self, event: str, **fields: Any) -> None:
+        """Write nothing."""
+
+    def close(self) -> None:
+        """Close nothing."""
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Read an event log; a last line cut off by a crash is left out."""
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            events.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return events

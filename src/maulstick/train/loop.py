@@ -1,0 +1,281 @@
+"""The training loop of every family, top to bottom: epochs, windows, micro-batches, one guarded update per window."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from maulstick.data.batches import BatchSchedule, MicroBatch
+from maulstick.data.latents import LatentSource
+from maulstick.data.text_states import TextStates
+from maulstick.families.base import Family
+from maulstick.guard import GradientGuard, StepOutcome, guarded_step
+from maulstick.options.schema import TrainOptions
+from maulstick.train.console import RunConsole, StepLine
+from maulstick.train.events import EventLog, NoLog
+from maulstick.train.objective import image_losses, make_noisy
+from maulstick.train.schedule import Factor
+from maulstick.train.seeds import derive_seed
+
+Window = Sequence[tuple[MicroBatch, Tensor]]
+"""The micro-batches of one update, each with its latents."""
+
+
+@dataclass
+class LoopParts:
+    """Everything the loop works with; made by ``run.py``, so that the loop itself only trains."""
+
+    options: TrainOptions
+    seed: int
+    accelerator: Accelerator
+    family: Family
+    trainee: torch.nn.Module
+    named_parameters: list[tuple[str, torch.nn.Parameter]]
+    optimizer: torch.optim.Optimizer
+    optimizer_has_modes: bool
+    scaler: torch.amp.GradScaler
+    schedule: Factor
+    batches: BatchSchedule
+    latents: LatentSource
+    text_states: TextStates | None
+    guard: GradientGuard
+    total_steps: int
+    console: RunConsole
+    log: EventLog | NoLog
+    track: Callable[[dict[str, float], int], None]
+    save: Callable[[str, int, int], None]
+    sample: Callable[[str, int], None] | None
+    after_update: Callable[[], dict[str, float]]
+    stop_requested: Callable[[], str | None]
+
+
+@dataclass
+class LoopState:
+    """Where the run stands: what a resumed run would have to know."""
+
+    step: int = 0
+    epoch: int = 0
+    skipped: int = 0
+    stopped_by: str | None = None
+    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+
+
+class TrainingLoop:
+    """Trains until the planned number of steps is reached or a stop is requested.
+
+    A step is one update window: ``gradient_accumulation_steps`` micro-batches (fewer at the tail of an epoch), one
+    verdict of the guard, and one optimizer step or none. Skipped windows count as steps.
+    """
+
+    def __init__(self, parts: LoopParts) -> None:
+        self.parts = parts
+        self.state = LoopState()
+        self.base_rates = [group["lr"] for group in parts.optimizer.param_groups]
+
+    def run(self) -> LoopState:
+        """Train; return where the run ended."""
+        parts, state = self.parts, self.state
+        self._set_modes(training=True)
+        if parts.options.sample.sample_at_first:
+            self._sample("first")
+        while state.step < parts.total_steps and state.stopped_by is None:
+            for window, images in self._windows(state.epoch):
+                self.train_step(window, images)
+                self._save_and_sample_after_step()
+                state.stopped_by = self._agreed_stop()
+                if state.step >= parts.total_steps or state.stopped_by is not None:
+                    break
+            else:
+                state.epoch += 1
+                self._save_and_sample_after_epoch()
+        self._set_modes(training=False)
+        return state
+
+    def train_step(self, window: Window, images: float) -> StepOutcome:
+        """Train on one window; its losses are divided by ``images``, so that their sum is a mean over images."""
+        started = time.perf_counter()
+        self._set_learning_rates()
+        loss = self.accumulate_gradients(window, images)
+        outcome = self.update(window, loss)
+        extra = self.parts.after_update() if outcome.stepped else {}
+        self._record(window, float(loss), outcome, extra, time.perf_counter() - started)
+        return outcome
+
+    def accumulate_gradients(self, window: Window, images: float) -> Tensor:
+        """Run forward and backward over the window's micro-batches; return the mean loss, detached."""
+        parts = self.parts
+        total = torch.zeros((), device=parts.accelerator.device)
+        for place, (batch, latents) in enumerate(window):
+            # Reseeding makes every draw of this micro-batch, dropout included, a function of its place in the run.
+            torch.manual_seed(derive_seed(parts.seed, "step", self.state.step, place, parts.accelerator.process_index))
+            with self._gradient_exchange(last=place == len(window) - 1):
+                loss = self.forward(batch, latents).sum() / images
+                parts.scaler.scale(loss).backward()
+            total += loss.detach()
+        return total
+
+    def forward(self, batch: MicroBatch, latents: Tensor) -> Tensor:
+        """Return the weighted loss of each image of a micro-batch, shape (B,)."""
+        parts = self.parts
+        device = parts.accelerator.device
+        captions = [item.caption for item in batch.items]
+        generator = torch.Generator().manual_seed(torch.initial_seed())
+        noisy = make_noisy(parts.family, latents.to(device), parts.options.objective, generator)
+        if parts.text_states is not None:
+            text = {"conditioning": parts.text_states.states_for(captions)}
+        else:
+            text = {"tokens": {name: ids.to(device) for name, ids in parts.family.tokenize(captions).items()}}
+        prediction = parts.trainee(noisy.noisy, noisy.timesteps, **text)
+        weights = torch.tensor([item.loss_weight for item in batch.items], device=device)
+        return image_losses(parts.family, prediction, noisy, parts.options.objective, weights)
+
+    def update(self, window: Window, loss: Tensor) -> StepOutcome:
+        """Unscale, measure, judge, clip, step or skip, update the scaler: the order that keeps all of them healthy."""
+        parts = self.parts
+        return guarded_step(
+            parts.guard,
+            parts.optimizer,
+            loss=loss,
+            scaler=parts.scaler,
+            max_grad_norm=parts.options.optimizer.max_grad_norm or None,
+            source=parts.named_parameters,
+            images=[item.record.path.name for batch, _ in window for item in batch.items],
+        )
+
+    def read_mode(self) -> None:
+        """Put networks and optimizer into the state in which weights are read: saved, or used for images."""
+        self._set_modes(training=False)
+
+    # --- parts of a step ---------------------------------------------------------------------------------------------
+
+    def _windows(self, epoch: int) -> Iterator[tuple[Window, float]]:
+        """Yield this process's windows of an epoch, each with the mean number of images per process in it."""
+        parts = self.parts
+        size = parts.options.run.gradient_accumulation_steps
+        world = parts.accelerator.num_processes
+        others = [BatchSchedule(parts.batches.index, parts.seed, rank=rank, world=world) for rank in range(world)]
+        window: list[tuple[MicroBatch, Tensor]] = []
+        for batch, latents in parts.latents.stream(parts.batches, epoch):
+            window.append((batch, latents))
+            if len(window) == size or batch.number == parts.batches.batches_per_epoch - 1:
+                if world == 1:
+                    images = sum(len(member.items) for member, _ in window)
+                else:
+                    images = sum(len(other.batch(epoch, m.number).items) for other in others for m, _ in window)
+                yield window, images / world
+                window = []
+
+    def _set_learning_rates(self) -> None:
+        factor = self.parts.schedule(self.state.step)
+        for group, base_rate in zip(self.parts.optimizer.param_groups, self.base_rates, strict=True):
+            group["lr"] = base_rate * factor
+
+    def _gradient_exchange(self, *, last: bool) -> AbstractContextManager[None]:
+        """Let processes exchange gradients on the last micro-batch of a window only."""
+        return nullcontext() if last else self.parts.accelerator.no_sync(self.parts.trainee)
+
+    def _set_modes(self, *, training: bool) -> None:
+        self.parts.trainee.train(training)
+        if self.parts.optimizer_has_modes:
+            # Schedule-free optimizers keep two sets of weights; reading and training want different ones.
+            (self.parts.optimizer.train if training else self.parts.optimizer.eval)()  # type: ignore[attr-defined]
+
+    def _agreed_stop(self) -> str | None:
+        """Return the reason to stop, once any process has one."""
+        reason = self.parts.stop_requested()
+        if self.parts.accelerator.num_processes == 1:
+            return reason
+        if reason is not None:
+            self.parts.accelerator.set_trigger()
+        return (reason or "another process stopped") if self.parts.accelerator.check_trigger() else None
+
+    # --- what is written down ----------------------------------------------------------------------------------------
+
+    def _record(
+        self, window: Window, loss: float, outcome: StepOutcome, extra: dict[str, float], seconds: float
+    ) -> None:
+        parts, state = self.parts, self.state
+        state.step += 1
+        state.skipped += outcome.skipped
+        if math.isfinite(loss):
+            state.recent_losses.append(loss)
+        average = sum(state.recent_losses) / max(1, len(state.recent_losses))
+        rates = learning_rates(parts.optimizer)
+        values = {
+            "loss/current": loss,
+            "loss/average": average,
+            **rates,
+            "norm/grad": outcome.verdict.norm,
+            "train/skipped_steps": float(state.skipped),
+            **extra,
+        }
+        if parts.scaler.is_enabled():
+            values["train/loss_scale"] = parts.scaler.get_scale()
+        parts.track(values, state.step)
+        parts.log.write(
+            "step", **{"train/steps": state.step, "epoch": state.epoch, **values, "seconds": round(seconds, 4)}
+        )
+        if outcome.skipped:
+            self._report_skip(window, outcome)
+        for alarm in outcome.alarms:
+            parts.console.say(f"step {state.step}: {alarm}")
+            parts.log.write("alarm", step=state.step, text=alarm)
+        rate = next(iter(rates.values()))
+        parts.console.advance(line=StepLine(average, outcome.verdict.norm, rate, state.skipped))
+
+    def _report_skip(self, window: Window, outcome: StepOutcome) -> None:
+        self.parts.console.say(f"step {self.state.step} skipped: {outcome.describe()}")
+        self.parts.log.write(
+            "skip",
+            step=self.state.step,
+            reason=str(outcome.verdict.reason),
+            text=outcome.describe(),
+            images=[str(item.record.path) for batch, _ in window for item in batch.items],
+        )
+
+    def _save_and_sample_after_step(self) -> None:
+        run, sample = self.parts.options.run, self.parts.options.sample
+        if _is_due(self.state.step, run.save_every_n_steps) and self.state.step < self.parts.total_steps:
+            self._save(f"step{self.state.step:08d}")
+        if _is_due(self.state.step, sample.sample_every_n_steps):
+            self._sample(f"step{self.state.step:08d}")
+
+    def _save_and_sample_after_epoch(self) -> None:
+        run, sample = self.parts.options.run, self.parts.options.sample
+        if _is_due(self.state.epoch, run.save_every_n_epochs) and self.state.step < self.parts.total_steps:
+            self._save(f"{self.state.epoch:06d}")
+        if _is_due(self.state.epoch, sample.sample_every_n_epochs):
+            self._sample(f"epoch{self.state.epoch:06d}")
+
+    def _save(self, label: str) -> None:
+        self._set_modes(training=False)
+        self.parts.save(label, self.state.step, self.state.epoch)
+        self._set_modes(training=True)
+
+    def _sample(self, label: str) -> None:
+        if self.parts.sample is not None:
+            self._set_modes(training=False)
+            self.parts.sample(label, self.state.step)
+            self._set_modes(training=True)
+
+
+def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """Return ``lr/NAME`` of every group, and ``lr/d*lr/NAME`` where the optimizer estimates a step size ``d``."""
+    rates = {}
+    for group in optimizer.param_groups:
+        rates[f"lr/{group['name']}"] = float(group["lr"])
+        if "d" in group and "d0" in group:
+            rates[f"lr/d*lr/{group['name']}"] = float(group["d"]) * float(group["lr"])
+    return rates
+
+
+def _is_due(count: int, every: int | None) -> bool:
+    return every is not None and count % every == 0

@@ -1,0 +1,167 @@
+"""The files a run leaves: LoRA files with their metadata, under the names sd-scripts gives them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from maulstick import __version__
+from maulstick.adapters.files import lora_tensors, save_lora_file
+from maulstick.adapters.key_names import KeyNames
+from maulstick.adapters.lora import lora_state
+from maulstick.adapters.metadata import BaseModelFacts, DatasetFacts, LoraRunFacts, ModelSpecFacts, build_metadata
+from maulstick.data.summary import bucket_info, dataset_dirs, datasets_metadata, tag_frequency
+from maulstick.families.base import Family
+from maulstick.files_io import set_aside
+from maulstick.options.schema import TrainOptions
+from maulstick.train.plan import Plan
+from maulstick.train.precision import DTYPES
+from maulstick.train.prepare import Prepared
+
+
+@dataclass
+class LoraOutput:
+    """Writes the adapter of ``components`` (component name -> network) as it stands, with the run's metadata.
+
+    A file of an earlier run under the same name is set aside the first time this run writes that name.
+    """
+
+    options: TrainOptions
+    plan: Plan
+    family: Family
+    key_names: KeyNames
+    components: Mapping[str, nn.Module]
+    seed: int
+    dataset: DatasetFacts
+    started_at: float = field(default_factory=time.time)
+    written: dict[Path, Path | None] = field(default_factory=dict)
+
+    def path(self, label: str | None) -> Path:
+        """Return the path of the final file (no label) or of an intermediate one."""
+        run = self.options.run
+        if run.output_dir is None:
+            raise ValueError("output_dir is checked when options are read")
+        return run.output_dir / f"{run.output_name}{f'-{label}' if label else ''}.safetensors"
+
+    def save(self, label: str | None, *, step: int, epoch: int) -> Path:
+        """Write the file. Raises ModelError when a trained value is not finite, OSError when the disk refuses."""
+        path = self.path(label)
+        if path not in self.written:
+            self.written[path] = set_aside(path)
+        states = {name: lora_state(network) for name, network in self.components.items()}
+        dtype = DTYPES[self.options.run.save_precision or "float"]
+        save_lora_file(path, lora_tensors(states, self.key_names, dtype), self.metadata(step, epoch))
+        return path
+
+    def metadata(self, step: int, epoch: int) -> dict[str, str]:
+        """Return what is written into the file's header."""
+        o, plan = self.options, self.plan
+        # Drawn from the start time, so that it is unique to the run and the same in all its files.
+        session_id = random.Random(self.started_at).randint(0, 2**32)
+        network_arguments = dict(argument.split("=", 1) for argument in o.network.network_args) or None
+        facts = LoraRunFacts(
+            base_model_version=self.family.base_model_version,
+            v2=self.family.base_model_version.startswith("sd_v2"),
+            network_dim=o.network.network_dim,
+            network_alpha=o.network.network_alpha,
+            network_args=network_arguments,
+            network_dropout=o.network.network_dropout,
+            output_name=o.run.output_name,
+            model_spec=ModelSpecFacts(
+                architecture=self.family.architecture,
+                date=datetime.now().astimezone().replace(microsecond=0, tzinfo=None).isoformat(),
+                implementation_version=f"maulstick/{__version__}",
+                resolution=plan.resolution,
+                prediction_type="v" if self.family.prediction_type == "v_prediction" else "epsilon",
+                encoder_layer=o.model.clip_skip,
+            ),
+            base_model=BaseModelFacts(
+                sd_model_name=Path(o.model.pretrained_model_name_or_path or "").name,
+                vae_name=Path(o.model.vae).name if o.model.vae else None,
+            ),
+            dataset=self.dataset,
+            session_id=session_id,
+            training_started_at=self.started_at,
+            training_finished_at=time.time(),
+            steps=step,
+            epoch=epoch,
+            training_comment=o.run.training_comment,
+            **self._rate_facts(),
+            **self._length_facts(),
+            **self._objective_facts(),
+        )
+        return build_metadata(facts, no_metadata=o.run.no_metadata)
+
+    def _rate_facts(self) -> dict[str, Any]:
+        o = self.options
+        return {
+            "learning_rate": o.optimizer.learning_rate,
+            "unet_lr": o.optimizer.unet_lr,
+            "text_encoder_lr": o.optimizer.text_encoder_lr,
+            "optimizer": o.optimizer.optimizer_type
+            + (f"({','.join(o.optimizer.optimizer_args)})" if o.optimizer.optimizer_args else ""),
+            "max_grad_norm": o.optimizer.max_grad_norm,
+            "lr_scheduler": o.schedule.lr_scheduler,
+            "lr_warmup_steps": self.plan.warmup_steps,
+        }
+
+    def _length_facts(self) -> dict[str, Any]:
+        o, plan = self.options, self.plan
+        return {
+            "max_train_steps": plan.total_steps,
+            "num_epochs": plan.epochs,
+            "num_batches_per_epoch": plan.batches_per_epoch,
+            "num_train_images": plan.train_images,
+            "num_reg_images": plan.reg_images,
+            "gradient_checkpointing": o.run.gradient_checkpointing,
+            "gradient_accumulation_steps": o.run.gradient_accumulation_steps,
+            "mixed_precision": o.run.mixed_precision,
+            "seed": self.seed,
+        }
+
+    def _objective_facts(self) -> dict[str, Any]:
+        o = self.options
+        return {
+            "clip_skip": o.model.clip_skip,
+            "max_token_length": o.model.max_token_length if o.model.max_token_length > 75 else None,
+            "cache_latents": o.dataset.cache_latents,
+            "caption_dropout_rate": o.dataset.caption_dropout_rate,
+            "prior_loss_weight": o.dataset.prior_loss_weight,
+            "min_snr_gamma": o.objective.min_snr_gamma,
+            "noise_offset": o.objective.noise_offset,
+            "scale_weight_norms": o.network.scale_weight_norms,
+        }
+
+
+def dataset_facts(prepared: Prepared) -> DatasetFacts:
+    """Return what the file's metadata says about the training data."""
+    index, options = prepared.index, prepared.options.dataset
+    common: dict[str, Any] = {"tag_frequency": tag_frequency(index), "dataset_dirs": dataset_dirs(index)}
+    if options.dataset_config is not None:
+        return DatasetFacts(**common, datasets=datasets_metadata(index))
+    first = index.datasets[0]
+    spec = first.spec
+    return DatasetFacts(
+        **common,
+        reg_dataset_dirs=dataset_dirs(index, reg=True),
+        batch_size_per_device=spec.batch_size,
+        total_batch_size=prepared.plan.images_per_step,
+        resolution=spec.resolution,
+        color_aug=False,
+        flip_aug=options.flip_aug,
+        random_crop=False,
+        shuffle_caption=options.shuffle_caption,
+        enable_bucket=spec.enable_bucket,
+        bucket_no_upscale=spec.bucket_no_upscale,
+        min_bucket_reso=spec.min_bucket_reso if spec.enable_bucket else None,
+        max_bucket_reso=spec.max_bucket_reso if spec.enable_bucket else None,
+        keep_tokens=options.keep_tokens,
+        bucket_info=bucket_info(first),
+    )

@@ -1,0 +1,173 @@
+"""What a run will do, worked out before anything is trained; ``check`` shows it, ``train`` begins with it."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from maulstick.adapters.targets import LoraTarget
+from maulstick.data.findings import Finding
+from maulstick.options.schema import OptimizerOptions, TrainOptions
+
+
+@dataclass(frozen=True)
+class ComponentPlan:
+    """One network with LoRA: how many modules and values, and how fast they learn.
+
+    Attributes:
+        scale: ``alpha / rank``, by which the update is multiplied; None where modules differ.
+    """
+
+    component: str
+    log_name: str
+    learning_rate: float
+    modules: int
+    parameters: int
+    rank: int | None
+    alpha: float | None
+    scale: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Everything that is known before the first step. Counts of images include repeats where the name says so."""
+
+    model: str
+    family: str
+    base_model_version: str
+    prediction_type: str
+    resolution: tuple[int, int]
+    images: int
+    captions: int
+    train_images: int
+    reg_images: int
+    folders: Sequence[Mapping[str, Any]]
+    buckets: Sequence[Mapping[str, Any]]
+    batch_size: int
+    gradient_accumulation_steps: int
+    processes: int
+    batches_per_epoch: int
+    steps_per_epoch: int
+    epochs: int
+    total_steps: int
+    warmup_steps: int
+    lr_scheduler: str
+    optimizer: str
+    components: Sequence[ComponentPlan]
+    modules_per_block: Mapping[int, int]
+    block_names: Sequence[str]
+    precision: str
+    device: str
+    seed: int
+    findings: Sequence[Finding]
+    notices: Sequence[str]
+
+    @property
+    def images_per_step(self) -> int:
+        """Images per update over all processes, where no bucket runs short."""
+        return self.batch_size * self.gradient_accumulation_steps * self.processes
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready values."""
+        simple = {
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("components", "findings", "modules_per_block", "resolution")
+        }
+        return simple | {
+            "resolution": list(self.resolution),
+            "images_per_step": self.images_per_step,
+            "components": [vars(component) for component in self.components],
+            "modules_per_block": {str(block): count for block, count in self.modules_per_block.items()},
+            "findings": [finding.as_json() for finding in self.findings],
+        }
+
+
+def component_rates(optimizer: OptimizerOptions, text_encoders: Sequence[str]) -> tuple[float, dict[str, float]]:
+    """Return the denoiser's learning rate and that of each text encoder."""
+    unet = optimizer.learning_rate if optimizer.unet_lr is None else optimizer.unet_lr
+    given = optimizer.text_encoder_lr or []
+    rates = {}
+    for place, name in enumerate(text_encoders):
+        rates[name] = given[min(place, len(given) - 1)] if given else optimizer.learning_rate
+    return unet, rates
+
+
+def component_plan(log_name: str, learning_rate: float, targets: Sequence[LoraTarget]) -> ComponentPlan:
+    """Sum up the targets of one component."""
+    ranks, alphas = {t.dim for t in targets}, {t.alpha for t in targets}
+    scales = {t.alpha / t.dim for t in targets}
+    return ComponentPlan(
+        component=targets[0].component,
+        log_name=log_name,
+        learning_rate=learning_rate,
+        modules=len(targets),
+        parameters=sum(target.parameter_count for target in targets),
+        rank=ranks.pop() if len(ranks) == 1 else None,
+        alpha=alphas.pop() if len(alphas) == 1 else None,
+        scale=scales.pop() if len(scales) == 1 else None,
+    )
+
+
+def modules_per_block(targets: Sequence[LoraTarget], blocks: int) -> dict[int, int]:
+    """Return block index -> number of modules, for every block of the family."""
+    counted = Counter(target.block for target in targets)
+    return {block: counted.get(block, 0) for block in range(blocks)}
+
+
+def length_of_training(options: TrainOptions, steps_per_epoch: int) -> tuple[int, int]:
+    """Return (steps, epochs); ``max_train_epochs`` takes the place of ``max_train_steps``, as in sd-scripts."""
+    if options.run.max_train_epochs is not None:
+        return options.run.max_train_epochs * steps_per_epoch, options.run.max_train_epochs
+    return options.run.max_train_steps, math.ceil(options.run.max_train_steps / steps_per_epoch)
+
+
+def alpha_sentence(component: ComponentPlan) -> str:
+    """Say what alpha does at this rank."""
+    if component.scale is None or component.rank is None:
+        return "alpha and rank differ between modules"
+    text = f"alpha {component.alpha:g} at rank {component.rank} multiplies what is learned by {component.scale:g}"
+    if component.scale < 1:
+        text += f" (network_alpha = {component.rank} would be 1)"
+    return text
+
+
+def plan_lines(plan: Plan) -> list[str]:
+    """Return the plan as lines of plain text."""
+    width, height = plan.resolution
+    lines = [
+        f"model      {plan.model}  ({plan.family}, {plan.base_model_version}, predicts {plan.prediction_type})",
+        f"data       {plan.images} images, {plan.captions} captions; {plan.train_images} per epoch with repeats"
+        + (f" + {plan.reg_images} regularisation images" if plan.reg_images else ""),
+    ]
+    lines += [
+        f"           {folder['folder']}: {folder['images']} images x {folder['repeats']}"
+        + (" (regularisation)" if folder["is_reg"] else "")
+        for folder in plan.folders
+    ]
+    shown = ", ".join(f"{b['resolution'][0]}x{b['resolution'][1]}: {b['count']}" for b in plan.buckets[:12])
+    more = f" and {len(plan.buckets) - 12} more" if len(plan.buckets) > 12 else ""
+    lines.append(
+        f"sizes      {width}x{height}; " + (f"buckets {shown}{more}" if len(plan.buckets) > 1 else f"all {shown}")
+    )
+    lines.append(
+        f"length     {plan.total_steps} steps of {plan.images_per_step} images = {plan.epochs} epochs of "
+        f"{plan.steps_per_epoch} steps"
+    )
+    for component in plan.components:
+        lines.append(
+            f"trains     {component.component}: {component.modules} modules, {component.parameters:,} values, "
+            f"learning rate {component.learning_rate:g}; {alpha_sentence(component)}"
+        )
+    blocks = " ".join(f"{plan.block_names[b]}:{n}" for b, n in plan.modules_per_block.items() if n)
+    if blocks:
+        lines.append(f"blocks     {blocks}")
+    warmup = f", warm-up {plan.warmup_steps} steps" if plan.warmup_steps else ""
+    lines.append(f"optimizer  {plan.optimizer}, {plan.lr_scheduler}{warmup}")
+    lines.append(f"device     {plan.device}, precision {plan.precision}, seed {plan.seed}")
+    lines += [f"note       {notice}" for notice in plan.notices]
+    lines += [f"{finding.severity:<10} {finding.message}" for finding in plan.findings]
+    return lines

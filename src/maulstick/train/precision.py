@@ -1,0 +1,32 @@
+"""Mixed precision, the same on every device: torch's autocast and torch's GradScaler.
+
+accelerate refuses fp16 on a CPU, which would leave the scaled path untested where there is no GPU; so the trainer
+takes devices and processes from accelerate and precision from here.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from maulstick.options.schema import Precision
+
+DTYPES: dict[str, torch.dtype] = {
+    "no": torch.float32,
+    "float": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+}
+
+
+def autocast(device: torch.device, precision: Precision) -> AbstractContextManager[object]:
+    """Return the context a forward pass runs in."""
+    if precision == "no":
+        return nullcontext()
+    return torch.autocast(device_type=device.type, dtype=DTYPES[precision])
+
+
+def gradient_scaler(device: torch.device, precision: Precision) -> torch.amp.GradScaler:
+    """Return the loss scaler, disabled unless training runs in fp16."""
+    return torch.amp.GradScaler(device.type, enabled=precision == "fp16")

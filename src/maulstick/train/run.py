@@ -1,0 +1,339 @@
+"""A training run from its options to its files: puts the parts together, and leaves a usable file whatever happens."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import broadcast_object_list
+from torch import nn
+
+from maulstick import __version__
+from maulstick.adapters.key_names import SD_KEY_NAMES
+from maulstick.data.findings import Finding
+from maulstick.data.latents import CachedLatents, FreshLatents, LatentSource
+from maulstick.data.text_states import TextStates
+from maulstick.errors import MaulstickError
+from maulstick.guard import GradientGuard
+from maulstick.options.load import LoadedOptions
+from maulstick.options.schema import flat_values
+from maulstick.tools.prompts import read_prompts
+from maulstick.train.adapter import attach_adapter, bound_norms
+from maulstick.train.console import RunConsole, make_console
+from maulstick.train.events import EventLog, NoLog
+from maulstick.train.interrupt import StopSignals
+from maulstick.train.loop import LoopParts, LoopState, TrainingLoop
+from maulstick.train.optim import build_optimizer, resolve_optimizer
+from maulstick.train.output import LoraOutput, dataset_facts
+from maulstick.train.plan import plan_lines
+from maulstick.train.precision import gradient_scaler
+from maulstick.train.prepare import Prepared, draw_seed, make_plan, prepare
+from maulstick.train.sample import draw_samples
+from maulstick.train.schedule import learning_rate_factor
+from maulstick.train.trackers import open_trackers
+from maulstick.train.trainee import Trainee
+
+INTERRUPTED_EXIT_CODE = 130
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """How a run ended. ``path`` is the last file written, None when nothing had been trained yet."""
+
+    path: Path | None
+    state: LoopState
+    skipped_summary: str
+
+    @property
+    def exit_code(self) -> int:
+        return INTERRUPTED_EXIT_CODE if self.state.stopped_by else 0
+
+
+def run_training(loaded: LoadedOptions) -> int:
+    """Run ``maulstick train``; return its exit code."""
+    run = TrainingRun(loaded)
+    return run.train().exit_code
+
+
+class TrainingRun:
+    """One run: ``prepare`` makes everything ready, ``train`` trains and writes (and prepares first, where due)."""
+
+    def __init__(self, loaded: LoadedOptions, console: RunConsole | None = None) -> None:
+        self.loaded = loaded
+        self.options = loaded.options
+        self.accelerator = Accelerator(
+            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=self._may_leave_parameters_unused())]
+        )
+        quiet = not self.accelerator.is_main_process
+        self.console = console or make_console("quiet" if quiet else self.options.log.console)
+        self.started_at = time.time()
+        self.log: EventLog | NoLog = NoLog()
+        self.prepared: Prepared | None = None
+        self.loop: TrainingLoop | None = None
+        self.output: LoraOutput | None = None
+
+    # --- making ready ------------------------------------------------------------------------------------------------
+
+    def prepare(self) -> Prepared:
+        """Open model and data, show the plan, fill the caches, put the adapter in."""
+        run, output_dir = self.options.run, self._output_dir()
+        output_dir.mkdir(parents=True, exist_ok=True)
+        if self.accelerator.is_main_process:
+            self.log = EventLog(output_dir / f"{run.output_name}.events.jsonl")
+        seed = broadcast_object_list([draw_seed(self.options)])[0]
+        prepared = prepare(
+            self.loaded,
+            self.console,
+            device=self.accelerator.device,
+            rank=self.accelerator.process_index,
+            world=self.accelerator.num_processes,
+            seed=seed,
+        )
+        latents = self._latent_source(prepared)
+        if prepared.index is not latents.index:
+            self._leave_out_excluded(prepared, latents)
+        self._announce(prepared)
+        self.loop = self._build_loop(prepared, latents)
+        self.prepared = prepared
+        return prepared
+
+    def _announce(self, prepared: Prepared) -> None:
+        for line in plan_lines(prepared.plan):
+            self.console.say(line)
+        self.log.write(
+            "start",
+            maulstick=__version__,
+            torch=torch.__version__,
+            options=flat_values(self.options),
+            plan=prepared.plan.as_json(),
+        )
+
+    def _latent_source(self, prepared: Prepared) -> LatentSource:
+        dataset = self.options.dataset
+        device = self.accelerator.device
+        if not dataset.cache_latents:
+            return FreshLatents(prepared.index, prepared.family, device=device, report=self._report)
+        latents = CachedLatents(
+            prepared.index, prepared.family, to_disk=dataset.cache_latents_to_disk, device=device, report=self._report
+        )
+        with self.accelerator.main_process_first():
+            self._with_progress("caching latents", latents.prepare)
+        prepared.family.release_encoders(vae=True, text_encoders=False)
+        return latents
+
+    def _leave_out_excluded(self, prepared: Prepared, latents: LatentSource) -> None:
+        """Images that have no finite latents are out: count and plan anew."""
+        prepared.index = latents.index
+        prepared.batches = type(prepared.batches)(
+            latents.index, prepared.seed, rank=prepared.batches.rank, world=prepared.batches.world
+        )
+        prepared.plan = make_plan(
+            self.loaded,
+            prepared.family,
+            prepared.index,
+            prepared.batches,
+            prepared.targets,
+            prepared.rates,
+            seed=prepared.seed,
+        )
+
+    def _with_progress(self, title: str, work: Any) -> None:
+        shown = -1
+
+        def progress(done: int, total: int) -> None:
+            nonlocal shown
+            if shown < 0:
+                self.console.begin(title, total)
+                shown = 0
+            self.console.advance(done - shown)
+            shown = done
+
+        try:
+            work(progress)
+        finally:
+            self.console.end()
+
+    def _report(self, finding: Finding) -> None:
+        self.console.say(f"{finding.severity}: {finding.message}")
+        self.log.write("finding", **finding.as_json())
+
+    def _build_loop(self, prepared: Prepared, latents: LatentSource) -> TrainingLoop:
+        options, family = self.options, prepared.family
+        text_trained = any(name in prepared.targets for name in family.text_encoder_naming)
+        text_states = None if text_trained else self._text_states(prepared)
+        adapter = attach_adapter(prepared)
+        for note in adapter.notes:
+            self.console.say(f"note       {note}")
+        optimizer = build_optimizer(options.optimizer.optimizer_type, options.optimizer.optimizer_args, adapter.groups)
+        trainee: nn.Module = Trainee(
+            family, trains_text_encoders=text_trained, precision=options.run.mixed_precision
+        ).to(self.accelerator.device)
+        if self.accelerator.num_processes > 1:
+            trainee = self.accelerator.prepare_model(trainee)
+        if not latents.needs_vae:
+            family.release_encoders(vae=True, text_encoders=False)
+        self.output = LoraOutput(
+            options,
+            prepared.plan,
+            family,
+            SD_KEY_NAMES,
+            adapter.networks,
+            prepared.seed,
+            dataset_facts(prepared),
+            self.started_at,
+        )
+        parts = LoopParts(
+            options=options,
+            seed=prepared.seed,
+            accelerator=self.accelerator,
+            family=family,
+            trainee=trainee,
+            named_parameters=adapter.named_parameters,
+            optimizer=optimizer,
+            optimizer_has_modes=resolve_optimizer(options.optimizer.optimizer_type)[1].has_modes,
+            scaler=gradient_scaler(self.accelerator.device, options.run.mixed_precision),
+            schedule=learning_rate_factor(
+                options.schedule.lr_scheduler,
+                warmup_steps=prepared.plan.warmup_steps,
+                total_steps=prepared.plan.total_steps,
+            ),
+            batches=prepared.batches,
+            latents=latents,
+            text_states=text_states,
+            guard=GradientGuard.from_preset("steady"),
+            total_steps=prepared.plan.total_steps,
+            console=self.console,
+            log=self.log,
+            track=self._open_trackers(),
+            save=self._save_intermediate,
+            sample=self._sample if options.sample.sample_prompts is not None else None,
+            after_update=lambda: bound_norms(adapter.networks, options.network.scale_weight_norms),
+            stop_requested=lambda: None,
+        )
+        return TrainingLoop(parts)
+
+    def _text_states(self, prepared: Prepared) -> TextStates:
+        """Frozen text encoders: every caption is encoded once, when it first comes up or before training."""
+        states = TextStates(prepared.family)
+        if self.options.dataset.cache_text_encoder_outputs and states.prepare(prepared.index.records):
+            prepared.family.release_encoders(vae=False, text_encoders=True)
+        return states
+
+    def _open_trackers(self) -> Any:
+        if not self.accelerator.is_main_process or self.options.log.log_with is None:
+            return lambda values, step: None
+        name = f"{self.options.run.output_name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(self.started_at))}"
+        config = {key: str(value) for key, value in flat_values(self.options).items()}
+        trackers = open_trackers(self.options.log, output_dir=self._output_dir(), run_name=name, config=config)
+        self._trackers = trackers
+
+        def track(values: dict[str, float], step: int) -> None:
+            for tracker in trackers:
+                tracker.log({**values, "train/steps": step}, step=step)
+
+        return track
+
+    # --- training ----------------------------------------------------------------------------------------------------
+
+    def train(self) -> RunResult:
+        """Train to the end, to a stop request or to an error; the adapter trained so far is saved in every case."""
+        if self.loop is None:
+            self.prepare()
+        loop = self.loop
+        if loop is None:
+            raise RuntimeError("prepare() builds the loop")
+        with StopSignals(lambda name: self.console.say(f"{name}: finishing this step, then saving …")) as signals:
+            loop.parts.stop_requested = signals.requested
+            self.console.begin("training", loop.parts.total_steps)
+            try:
+                state = loop.run()
+            except BaseException as error:
+                self.console.end()
+                self._save_what_there_is(error)
+                raise
+            self.console.end()
+            return self._finish(state)
+
+    def _finish(self, state: LoopState) -> RunResult:
+        summary = self._loop().parts.guard.summary()
+        label = f"interrupted-step{state.step:08d}" if state.stopped_by else None
+        path = self._save(label, state.step, state.epoch)
+        self.console.say(summary)
+        if state.stopped_by:
+            self.console.say(f"stopped by {state.stopped_by} after {state.step} steps")
+        self._close("interrupted" if state.stopped_by else "end", step=state.step, summary=summary, file=path)
+        return RunResult(path, state, summary)
+
+    def _save_what_there_is(self, error: BaseException) -> None:
+        state = self._loop().state
+        path = None
+        try:
+            self._loop().read_mode()
+            path = self._save(f"interrupted-step{state.step:08d}", state.step, state.epoch)
+        except (MaulstickError, OSError) as second:
+            self.console.say(f"The adapter could not be saved: {second}")
+        self._close("failed", step=state.step, error=f"{type(error).__name__}: {error}", file=path)
+
+    def _close(self, event: str, **fields: Any) -> None:
+        self.log.write(event, seconds=round(time.time() - self.started_at, 2), **fields)
+        self.log.close()
+        for tracker in getattr(self, "_trackers", []):
+            tracker.finish()
+
+    def _save(self, label: str | None, step: int, epoch: int) -> Path | None:
+        output = self._lora_output()
+        if not self.accelerator.is_main_process or step == 0:
+            return None
+        path = output.save(label, step=step, epoch=epoch)
+        earlier = output.written[path]
+        aside = f" (the earlier file is now {earlier.name})" if earlier else ""
+        self.console.say(f"saved {path}{aside}")
+        self.log.write("save", file=path, step=step, earlier_file=earlier)
+        return path
+
+    def _save_intermediate(self, label: str, step: int, epoch: int) -> None:
+        """A disk that is full now may not be at the end: report it and go on."""
+        try:
+            self._save(label, step, epoch)
+        except OSError as error:
+            self.console.say(f"step {step}: the adapter could not be saved ({error}); training goes on")
+            self.log.write("save_failed", step=step, error=str(error))
+
+    def _sample(self, label: str, step: int) -> None:
+        prepared, sample = self.prepared, self.options.sample
+        if not self.accelerator.is_main_process or prepared is None or sample.sample_prompts is None:
+            return
+        paths = draw_samples(
+            prepared.family,
+            read_prompts(sample.sample_prompts),
+            sampler=sample.sample_sampler,
+            output_dir=self._output_dir() / "sample",
+            name=self.options.run.output_name,
+            label=label,
+        )
+        self.log.write("sample", step=step, label=label, files=paths)
+
+    # --- small things ------------------------------------------------------------------------------------------------
+
+    def _may_leave_parameters_unused(self) -> bool:
+        """Dropped modules, and layers behind the one that clip_skip reads, get no gradient in a step."""
+        return bool(self.options.network.module_dropout) or (self.options.model.clip_skip or 1) > 1
+
+    def _output_dir(self) -> Path:
+        if self.options.run.output_dir is None:
+            raise RuntimeError("output_dir is checked when options are read")
+        return self.options.run.output_dir
+
+    def _loop(self) -> TrainingLoop:
+        if self.loop is None:
+            raise RuntimeError("prepare() builds the loop")
+        return self.loop
+
+    def _lora_output(self) -> LoraOutput:
+        if self.output is None:
+            raise RuntimeError("prepare() builds the output")
+        return self.output

@@ -1,0 +1,79 @@
+"""Events, console, seeds, signals: the small parts around the loop."""
+
+import json
+import os
+import signal
+
+import pytest
+
+from maulstick.files_io import atomic_write, set_aside
+from maulstick.train.console import PlainConsole, StepLine
+from maulstick.train.events import EventLog, read_events
+from maulstick.train.interrupt import StopSignals
+from maulstick.train.seeds import derive_seed
+
+
+def test_the_event_log_is_valid_json_even_for_nan(tmp_path):
+    log = EventLog(tmp_path / "run.jsonl")
+    log.write("step", loss=float("nan"), norm=float("-inf"), images=["a.png"])
+    rows = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text().splitlines()]
+    assert rows[0]["event"] == "step"
+    assert (rows[0]["loss"], rows[0]["norm"], rows[0]["images"]) == ("nan", "-inf", ["a.png"])
+    log.close()
+
+
+def test_a_cut_off_last_line_is_left_out(tmp_path):
+    path = tmp_path / "run.jsonl"
+    path.write_text('{"event": "step", "n": 1}\n{"event": "st')
+    assert [event["n"] for event in read_events(path)] == [1]
+
+
+def test_an_earlier_log_is_set_aside_not_overwritten(tmp_path):
+    path = tmp_path / "run.jsonl"
+    for content in ("first", "second"):
+        path.write_text(content)
+        set_aside(path)
+    EventLog(path).close()
+    assert (tmp_path / "run.old-1.jsonl").read_text() == "first"
+    assert (tmp_path / "run.old-2.jsonl").read_text() == "second"
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path):
+    path = tmp_path / "lora.safetensors"
+    path.write_bytes(b"old")
+
+    def fail_midway(temporary):
+        temporary.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(OSError, match="No space left"):
+        atomic_write(path, fail_midway)
+    assert path.read_bytes() == b"old"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["lora.safetensors"]
+
+
+def test_seeds_differ_by_every_part_of_the_place_and_repeat():
+    places = [(7, "step", 1, 0, 0), (8, "step", 1, 0, 0), (7, "step", 2, 0, 0), (7, "step", 1, 1, 0), (7, "step", 1, 0, 1)]
+    seeds = [derive_seed(*place) for place in places]
+    assert len(set(seeds)) == len(seeds)
+    assert seeds == [derive_seed(*place) for place in places]
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_the_first_signal_asks_and_the_second_interrupts():
+    heard = []
+    with StopSignals(heard.append) as signals:
+        assert signals.requested() is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.requested() == "SIGTERM"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert heard == ["SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_the_plain_console_shows_loss_norm_rate_skips_and_time(capsys):
+    console = PlainConsole(seconds_between_lines=0.0)
+    console.begin("training", 10)
+    console.advance(line=StepLine(0.12345, 0.5, 1e-4, 3))
+    assert capsys.readouterr().out.startswith("training 1/10  loss 0.1235  norm 0.5  lr 1.00e-04  skipped 3  ")
