@@ -76,7 +76,7 @@ _CHANCE_BELOW_ONE = _Range("a chance from 0 to below 1 (at 1 nothing would be tr
 RANGES: dict[str, _Range] = {
     "clip_skip": _ONE_OR_MORE,
     "network_dim": _ONE_OR_MORE,
-    "network_alpha": _ABOVE_ZERO,
+    "network_alpha": _ZERO_OR_MORE,
     "network_dropout": _CHANCE_BELOW_ONE,
     "conv_dim": _ONE_OR_MORE,
     "conv_alpha": _ABOVE_ZERO,
@@ -114,18 +114,10 @@ def _check_ranges(options: TrainOptions) -> None:
         numbers = values[name] if isinstance(values[name], list) else [values[name]]
         for number in numbers:
             if number is not None and not (math.isfinite(number) and allowed.holds(number)):
-                hint = _range_hint(name, number, options)
-                raise OptionError(f"{name} = {number}: expected {allowed.expected}.{hint}")
+                raise OptionError(f"{name} = {number}: expected {allowed.expected}.")
     name = options.run.output_name
     if not name.strip() or "/" in name or "\\" in name:
         raise OptionError(f"output_name = {name!r}: expected a file name without folders; those go into output_dir.")
-
-
-def _range_hint(name: str, number: float, options: TrainOptions) -> str:
-    if name == "network_alpha" and number == 0:
-        # sd-scripts reads an alpha of 0 as the rank; saying so is better than guessing that it was meant.
-        return f" For the scale of 1 that sd-scripts makes of 0, write network_alpha = {options.network.network_dim}."
-    return ""
 
 
 # ---------------------------------------------------------------------------------------- contradictions
@@ -151,22 +143,30 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
         )
     if network.conv_alpha is not None and network.conv_dim is None and not network.dim_from_weights:
         raise OptionError("conv_alpha is given without conv_dim, so 3x3 convolutions get no LoRA. Give conv_dim too.")
-    if network.dim_from_weights:
-        if network.network_weights is None:
-            raise OptionError(
-                "dim_from_weights is given without network_weights. Name the file to take the ranks from."
-            )
-        for name in ("network_dim", "network_alpha", "conv_dim", "conv_alpha"):
-            if name in given:
-                raise _contradiction(
-                    "dim_from_weights", name, "ranks and alphas come from network_weights. Remove one of the two."
-                )
-    if options.dataset.cache_text_encoder_outputs and not network.network_train_unet_only:
+    if network.dim_from_weights and network.network_weights is None:
+        raise OptionError("dim_from_weights is given without network_weights. Name the file to take the ranks from.")
+    if options.dataset.cache_text_encoder_outputs and _text_encoder_rate(options):
         raise _contradiction(
             "cache_text_encoder_outputs",
             "training the text encoder",
             "its outputs change meanwhile. Add network_train_unet_only, or remove cache_text_encoder_outputs.",
         )
+
+
+def _unet_rate(options: TrainOptions) -> float:
+    """The learning rate of the UNet; 0 when it is not trained."""
+    optimizer = options.optimizer
+    if options.network.network_train_text_encoder_only:
+        return 0.0
+    return optimizer.learning_rate if optimizer.unet_lr is None else optimizer.unet_lr
+
+
+def _text_encoder_rate(options: TrainOptions) -> float:
+    """The learning rate of the text encoder; 0 when it is not trained."""
+    optimizer = options.optimizer
+    if options.network.network_train_unet_only:
+        return 0.0
+    return optimizer.text_encoder_lr[0] if optimizer.text_encoder_lr else optimizer.learning_rate
 
 
 def _check_rates(options: TrainOptions) -> None:
@@ -188,17 +188,10 @@ def _check_rates(options: TrainOptions) -> None:
             f"unet_lr = {optimizer.unet_lr:g}",
             "the UNet is not trained. Remove one.",
         )
-    unet_rate = optimizer.learning_rate if optimizer.unet_lr is None else optimizer.unet_lr
-    text_rate = optimizer.learning_rate if text_rates is None else text_rates[0]
-    if not network.network_train_text_encoder_only and unet_rate == 0:
-        name = "learning_rate" if optimizer.unet_lr is None else "unet_lr"
+    if not _unet_rate(options) and not _text_encoder_rate(options):
         raise OptionError(
-            f"{name} = 0 would leave the UNet's LoRA as it is. Give a rate above 0, or network_train_text_encoder_only."
-        )
-    if not network.network_train_unet_only and text_rate == 0:
-        name = "learning_rate" if text_rates is None else "text_encoder_lr"
-        raise OptionError(
-            f"{name} = 0 would leave the text encoder's LoRA as it is. Give a rate above 0, or network_train_unet_only."
+            "Nothing would be trained: learning_rate, unet_lr and text_encoder_lr leave neither UNet nor text encoder "
+            "a rate above 0."
         )
 
 
@@ -293,6 +286,15 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         yield "lr_scheduler = constant_with_warmup is the same as constant without lr_warmup_steps."
     if network.network_train_text_encoder_only:
         yield from line(set_otherwise("conv_dim", "conv_alpha"), "with network_train_text_encoder_only")
+    elif not _unet_rate(options):
+        yield "A learning rate of 0 for the UNet: it is not trained, and not in the file."
+    if not network.network_train_unet_only and not _text_encoder_rate(options):
+        yield "A learning rate of 0 for the text encoder: it is not trained, and not in the file."
+    if network.dim_from_weights:
+        ranks = [name for name in ("network_dim", "network_alpha", "conv_dim", "conv_alpha") if name in given]
+        yield from line(ranks, "with dim_from_weights: ranks and alphas come from network_weights")
+    elif network.network_alpha == 0:
+        yield f"network_alpha = 0 means network_alpha = network_dim ({network.network_dim}), as in sd-scripts."
     if options.log.log_with == "wandb":
         yield from line(set_otherwise("logging_dir"), "with log_with = wandb")
     unet_has_rate = optimizer.unet_lr is not None or network.network_train_text_encoder_only

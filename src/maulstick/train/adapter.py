@@ -42,7 +42,7 @@ def attach_adapter(prepared: Prepared) -> AttachedAdapter:
         root = family.denoiser if name == family.denoiser_naming.component else family.text_encoders[name]
         inject_lora(root, targets, dropout=dropout, seed=prepared.seed)
         if name in prepared.start_weights:
-            report = load_lora_state(root, prepared.start_weights[name])
+            report = load_lora_state(root, prepared.start_weights[name], component=name, partial=True)
             if report.missing:
                 adapter.notes.append(
                     f"network_weights has nothing for {len(report.missing)} modules of the {name}; they start at zero"
@@ -58,9 +58,9 @@ def bound_norms(networks: Mapping[str, nn.Module], limit: float | None) -> dict[
     """Apply ``scale_weight_norms`` after an update; return the values sd-scripts logs with it."""
     if limit is None:
         return {}
-    results = [apply_max_norm(network, limit) for network in networks.values()]
+    result = apply_max_norm(list(networks.values()), limit)
     return {
-        "max_norm/keys_scaled": float(sum(result.keys_scaled for result in results)),
-        "norm/avg_key_norm": sum(result.mean_norm for result in results) / len(results),
-        "max_norm/max_key_norm": max(result.max_norm for result in results),
+        "max_norm/keys_scaled": float(result.keys_scaled),
+        "norm/avg_key_norm": result.mean_norm,
+        "max_norm/max_key_norm": result.max_norm,
     }

@@ -14,8 +14,8 @@ from accelerate import Accelerator
 from torch import Tensor
 
 from maulstick.data.batches import BatchSchedule, MicroBatch
+from maulstick.data.cache import TextStateCache
 from maulstick.data.latents import LatentSource
-from maulstick.data.text_states import TextStates
 from maulstick.families.base import Family
 from maulstick.guard import GradientGuard, StepOutcome, guarded_step
 from maulstick.options.schema import TrainOptions
@@ -45,7 +45,7 @@ class LoopParts:
     schedule: Factor
     batches: BatchSchedule
     latents: LatentSource
-    text_states: TextStates | None
+    text_states: TextStateCache | None
     guard: GradientGuard
     total_steps: int
     console: RunConsole

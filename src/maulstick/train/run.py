@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
@@ -14,14 +15,17 @@ from torch import nn
 
 from maulstick import __version__
 from maulstick.adapters.key_names import SD_KEY_NAMES
+from maulstick.data.cache import TextStateCache
+from maulstick.data.captions import possible_captions
 from maulstick.data.findings import Finding
+from maulstick.data.index import Progress
 from maulstick.data.latents import CachedLatents, FreshLatents, LatentSource
-from maulstick.data.text_states import TextStates
 from maulstick.errors import MaulstickError
 from maulstick.guard import GradientGuard
 from maulstick.options.load import LoadedOptions
-from maulstick.options.schema import flat_values
-from maulstick.tools.prompts import read_prompts
+from maulstick.options.schema import SampleOptions, flat_values
+from maulstick.tools.picture_files import PictureFacts
+from maulstick.tools.prompts import Prompt, check_prompts, read_prompts
 from maulstick.train.adapter import attach_adapter, bound_norms
 from maulstick.train.console import RunConsole, make_console
 from maulstick.train.events import EventLog, NoLog
@@ -32,12 +36,14 @@ from maulstick.train.output import LoraOutput, dataset_facts
 from maulstick.train.plan import plan_lines
 from maulstick.train.precision import gradient_scaler
 from maulstick.train.prepare import Prepared, draw_seed, make_plan, prepare
-from maulstick.train.sample import draw_samples
+from maulstick.train.sample import SampleError, draw_samples
 from maulstick.train.schedule import learning_rate_factor
 from maulstick.train.trackers import open_trackers
 from maulstick.train.trainee import Trainee
 
+Result = TypeVar("Result")
 INTERRUPTED_EXIT_CODE = 130
+SAMPLERS = get_args(get_type_hints(SampleOptions)["sample_sampler"])
 
 
 @dataclass(frozen=True)
@@ -75,12 +81,18 @@ class TrainingRun:
         self.prepared: Prepared | None = None
         self.loop: TrainingLoop | None = None
         self.output: LoraOutput | None = None
+        self._prompts: list[Prompt] = []
+        self._trackers: list[Any] = []
 
     # --- making ready ------------------------------------------------------------------------------------------------
 
     def prepare(self) -> Prepared:
         """Open model and data, show the plan, fill the caches, put the adapter in."""
         run, output_dir = self.options.run, self._output_dir()
+        if self.options.sample.sample_prompts is not None:
+            # A misspelt prompt option must not surface after an hour of training.
+            self._prompts = read_prompts(self.options.sample.sample_prompts)
+            check_prompts(self._prompts, SAMPLERS)
         output_dir.mkdir(parents=True, exist_ok=True)
         if self.accelerator.is_main_process:
             self.log = EventLog(output_dir / f"{run.output_name}.events.jsonl")
@@ -141,7 +153,7 @@ class TrainingRun:
             seed=prepared.seed,
         )
 
-    def _with_progress(self, title: str, work: Any) -> None:
+    def _with_progress(self, title: str, work: Callable[[Progress], Result]) -> Result:
         shown = -1
 
         def progress(done: int, total: int) -> None:
@@ -153,7 +165,7 @@ class TrainingRun:
             shown = done
 
         try:
-            work(progress)
+            return work(progress)
         finally:
             self.console.end()
 
@@ -216,11 +228,17 @@ class TrainingRun:
         )
         return TrainingLoop(parts)
 
-    def _text_states(self, prepared: Prepared) -> TextStates:
-        """Frozen text encoders: every caption is encoded once, when it first comes up or before training."""
-        states = TextStates(prepared.family)
-        if self.options.dataset.cache_text_encoder_outputs and states.prepare(prepared.index.records):
-            prepared.family.release_encoders(vae=False, text_encoders=True)
+    def _text_states(self, prepared: Prepared) -> TextStateCache:
+        """Frozen text encoders: every caption is encoded once, before training or when it first comes up."""
+        states = TextStateCache(prepared.family)
+        if not self.options.dataset.cache_text_encoder_outputs:
+            return states
+        captions = possible_captions(prepared.index.records)
+        if captions is None:
+            self.console.say("note       shuffled captions are too many to list: the text encoder stays loaded")
+            return states
+        self._with_progress("caching text states", lambda progress: states.encode_all(sorted(captions), progress))
+        prepared.family.release_encoders(vae=False, text_encoders=True)
         return states
 
     def _open_trackers(self) -> Any:
@@ -228,11 +246,10 @@ class TrainingRun:
             return lambda values, step: None
         name = f"{self.options.run.output_name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(self.started_at))}"
         config = {key: str(value) for key, value in flat_values(self.options).items()}
-        trackers = open_trackers(self.options.log, output_dir=self._output_dir(), run_name=name, config=config)
-        self._trackers = trackers
+        self._trackers = open_trackers(self.options.log, output_dir=self._output_dir(), run_name=name, config=config)
 
         def track(values: dict[str, float], step: int) -> None:
-            for tracker in trackers:
+            for tracker in self._trackers:
                 tracker.log({**values, "train/steps": step}, step=step)
 
         return track
@@ -281,7 +298,7 @@ class TrainingRun:
     def _close(self, event: str, **fields: Any) -> None:
         self.log.write(event, seconds=round(time.time() - self.started_at, 2), **fields)
         self.log.close()
-        for tracker in getattr(self, "_trackers", []):
+        for tracker in self._trackers:
             tracker.finish()
 
     def _save(self, label: str | None, step: int, epoch: int) -> Path | None:
@@ -307,14 +324,26 @@ class TrainingRun:
         prepared, sample = self.prepared, self.options.sample
         if not self.accelerator.is_main_process or prepared is None or sample.sample_prompts is None:
             return
-        paths = draw_samples(
-            prepared.family,
-            read_prompts(sample.sample_prompts),
-            sampler=sample.sample_sampler,
-            output_dir=self._output_dir() / "sample",
-            name=self.options.run.output_name,
-            label=label,
+        facts = PictureFacts(
+            model=Path(prepared.plan.model).stem,
+            precision=self.options.run.mixed_precision,
+            vae=Path(self.options.model.vae).stem if self.options.model.vae else None,
+            clip_skip=self.options.model.clip_skip,
         )
+        try:
+            paths = draw_samples(
+                prepared.family,
+                self._prompts,
+                sampler=sample.sample_sampler,
+                output_dir=self._output_dir() / "sample",
+                label=f"{self.options.run.output_name}_{label}",
+                seed=prepared.seed,
+                facts=facts,
+            )
+        except SampleError as error:
+            self.console.say(f"step {step}: {error}; training goes on")
+            self.log.write("sample_failed", step=step, error=str(error))
+            return
         self.log.write("sample", step=step, label=label, files=paths)
 
     # --- small things ------------------------------------------------------------------------------------------------
