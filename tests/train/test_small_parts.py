@@ -53,7 +53,13 @@ def test_a_failed_write_leaves_the_old_file_and_no_rubbish(tmp_path):
 
 
 def test_seeds_differ_by_every_part_of_the_place_and_repeat():
-    places = [(7, "step", 1, 0, 0), (8, "step", 1, 0, 0), (7, "step", 2, 0, 0), (7, "step", 1, 1, 0), (7, "step", 1, 0, 1)]
+    places = [
+        (7, "step", 1, 0, 0),
+        (8, "step", 1, 0, 0),
+        (7, "step", 2, 0, 0),
+        (7, "step", 1, 1, 0),
+        (7, "step", 1, 0, 1),
+    ]
     seeds = [derive_seed(*place) for place in places]
     assert len(set(seeds)) == len(seeds)
     assert seeds == [derive_seed(*place) for place in places]

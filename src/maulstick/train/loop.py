@@ -87,7 +87,7 @@ class TrainingLoop:
         if parts.options.sample.sample_at_first:
             self._sample("first")
         while state.step < parts.total_steps and state.stopped_by is None:
-            for window, images in self._windows(state.epoch):
+            for window, images in self.windows(state.epoch):
                 self.train_step(window, images)
                 self._save_and_sample_after_step()
                 state.stopped_by = self._agreed_stop()
@@ -140,7 +140,7 @@ class TrainingLoop:
     def update(self, window: Window, loss: Tensor) -> StepOutcome:
         """Unscale, measure, judge, clip, step or skip, update the scaler: the order that keeps all of them healthy."""
         parts = self.parts
-        return guarded_step(
+        outcome = guarded_step(
             parts.guard,
             parts.optimizer,
             loss=loss,
@@ -149,6 +149,9 @@ class TrainingLoop:
             source=parts.named_parameters,
             images=[item.record.path.name for batch, _ in window for item in batch.items],
         )
+        if outcome is None:
+            raise RuntimeError("only accelerate's accumulation, which this loop does not use, leaves a window open")
+        return outcome
 
     def read_mode(self) -> None:
         """Put networks and optimizer into the state in which weights are read: saved, or used for images."""
@@ -156,7 +159,7 @@ class TrainingLoop:
 
     # --- parts of a step ---------------------------------------------------------------------------------------------
 
-    def _windows(self, epoch: int) -> Iterator[tuple[Window, float]]:
+    def windows(self, epoch: int) -> Iterator[tuple[Window, float]]:
         """Yield this process's windows of an epoch, each with the mean number of images per process in it."""
         parts = self.parts
         size = parts.options.run.gradient_accumulation_steps
@@ -268,12 +271,17 @@ class TrainingLoop:
 
 
 def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
-    """Return ``lr/NAME`` of every group, and ``lr/d*lr/NAME`` where the optimizer estimates a step size ``d``."""
+    """Return ``lr/NAME`` of every group, and ``lr/d*lr/NAME`` where the optimizer estimates a step size ``d``.
+
+    A group that stands for several networks (``textencoder+unet``) gives a value for each.
+    """
     rates = {}
     for group in optimizer.param_groups:
-        rates[f"lr/{group['name']}"] = float(group["lr"])
-        if "d" in group and "d0" in group:
-            rates[f"lr/d*lr/{group['name']}"] = float(group["d"]) * float(group["lr"])
+        for name in group["name"].split("+"):
+            rates[f"lr/{name}"] = float(group["lr"])
+            # Adafactor has a "d" of another meaning; those that estimate a step size remember where it began.
+            if "d" in group and "d0" in group:
+                rates[f"lr/d*lr/{name}"] = float(group["d"]) * float(group["lr"])
     return rates
 
 

@@ -6,7 +6,7 @@ import ast
 import importlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -60,7 +60,7 @@ def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
     return parsed
 
 
-def load_optimizer_class(name: str, info: OptimizerInfo) -> type[torch.optim.Optimizer]:
+def load_optimizer_class(name: str, info: OptimizerInfo) -> Callable[..., torch.optim.Optimizer]:
     """Import the optimizer's class, or say which extra brings it."""
     module_name, _, class_name = info.class_path.rpartition(".")
     try:
@@ -74,10 +74,10 @@ def load_optimizer_class(name: str, info: OptimizerInfo) -> type[torch.optim.Opt
         raise OptionError(f"optimizer_type '{name}': '{module_name}' has no class '{class_name}'.") from error
 
 
-def check_arguments(name: str, optimizer_class: type, arguments: Mapping[str, Any]) -> None:
+def check_arguments(name: str, optimizer_class: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
     """Refuse arguments that the class would not know or that another option sets."""
-    parameters = inspect.signature(optimizer_class.__init__).parameters
-    valid = [key for key, p in parameters.items() if key not in ("self", "params") and p.kind is not p.VAR_KEYWORD]
+    parameters = inspect.signature(optimizer_class).parameters
+    valid = [key for key, p in parameters.items() if key != "params" and p.kind is not p.VAR_KEYWORD]
     for key in arguments:
         if key == "lr":
             raise OptionError("optimizer_args: 'lr' is set by learning_rate, unet_lr and text_encoder_lr.")
@@ -141,7 +141,7 @@ def build_optimizer(
 
 def list_optimizers_command(as_json: bool) -> int:
     """Print the registry."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "name": name,
             "description": info.description,

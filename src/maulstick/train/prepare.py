@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from maulstick.adapters.targets import (
     plan_lora,
 )
 from maulstick.data.batches import BatchSchedule
+from maulstick.data.findings import Finding, Severity, names
 from maulstick.data.index import build_index
 from maulstick.data.records import DatasetIndex
 from maulstick.data.summary import DatasetSummary, summarize
@@ -85,6 +86,7 @@ def prepare(
         gradient_checkpointing=options.run.gradient_checkpointing,
     )
     index = _read_images(specs, family, console)
+    index = replace(index, findings=(*index.findings, *long_captions(index, family, options.model.max_token_length)))
     targets, start_weights, rates = choose_targets(family, options)
     batches = BatchSchedule(index, seed, rank=rank, world=world)
     plan = make_plan(loaded, family, index, batches, targets, rates, seed=seed)
@@ -114,9 +116,16 @@ def _read_images(specs: Any, family: Family, console: RunConsole) -> DatasetInde
         console.end()
 
 
-def components_of(family: Family) -> dict[str, nn.Module]:
-    """Return component name -> network for all that can carry LoRA, text encoders first as in sd-scripts' files."""
-    return {**family.text_encoders, family.denoiser_naming.component: family.denoiser}
+def long_captions(index: DatasetIndex, family: Family, limit: int) -> list[Finding]:
+    """Name the images whose captions have more tokens than are used."""
+    counted = {caption: family.count_tokens(caption) for record in index.records for caption in record.captions[:1]}
+    paths = tuple(record.path for record in index.records if record.captions and counted[record.captions[0]] > limit)
+    if not paths:
+        return []
+    longest = max(counted.values())
+    advice = " Shorten them, or set max_token_length to 150 or 225." if limit < 225 else " Shorten them."
+    message = f"{names(paths)}: captions of more than {limit} tokens (the longest has {longest}); the rest is cut off.{advice}"
+    return [Finding(Severity.WARNING, "caption_too_long", paths, message)]
 
 
 def log_names_of(family: Family) -> dict[str, str]:

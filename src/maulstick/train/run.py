@@ -93,9 +93,6 @@ class TrainingRun:
             # A misspelt prompt option must not surface after an hour of training.
             self._prompts = read_prompts(self.options.sample.sample_prompts)
             check_prompts(self._prompts, SAMPLERS)
-        output_dir.mkdir(parents=True, exist_ok=True)
-        if self.accelerator.is_main_process:
-            self.log = EventLog(output_dir / f"{run.output_name}.events.jsonl")
         seed = broadcast_object_list([draw_seed(self.options)])[0]
         prepared = prepare(
             self.loaded,
@@ -105,6 +102,9 @@ class TrainingRun:
             world=self.accelerator.num_processes,
             seed=seed,
         )
+        # Only now is it sure that there will be a run: a misspelt option must not move an earlier log aside.
+        if self.accelerator.is_main_process:
+            self.log = EventLog(output_dir / f"{run.output_name}.events.jsonl")
         latents = self._latent_source(prepared)
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
