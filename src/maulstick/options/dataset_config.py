@@ -133,8 +133,16 @@ def _existing_folder(folder: Path, option: str) -> Path:
         return folder
     if folder.exists():
         raise OptionError(f"{option}: {folder} is a file; a folder is expected.")
-    siblings = [entry.name for entry in folder.parent.iterdir() if entry.is_dir()] if folder.parent.is_dir() else []
-    raise OptionError(f"{option}: there is no folder {folder}.{nearest_name_hint(folder.name, siblings)}")
+    hint = nearest_name_hint(folder.name, _folders_in(folder.parent))
+    raise OptionError(f"{option}: there is no folder {folder}.{hint}")
+
+
+def _folders_in(folder: Path) -> list[str]:
+    """Return the names of the folders in a folder for a hint; none where it cannot be read."""
+    try:
+        return [entry.name for entry in folder.iterdir() if entry.is_dir()]
+    except OSError:
+        return []
 
 
 def _image_folders(root: Path, option: str) -> list[Path]:
@@ -384,8 +392,5 @@ def _described_folder(written: str, file: Path, where: str) -> tuple[Path, str |
     if folder.is_file():
         raise OptionError(f"{where}: image_dir '{written}' is a file; a folder is expected.")
     looked = f"{folder}" if folder.is_absolute() else f"{Path.cwd() / folder}, {beside}"
-    siblings = [
-        entry.name for parent in (folder.parent, beside.parent) if parent.is_dir() for entry in parent.iterdir()
-    ]
-    hint = nearest_name_hint(folder.name, siblings)
+    hint = nearest_name_hint(folder.name, [*_folders_in(folder.parent), *_folders_in(beside.parent)])
     raise OptionError(f"{where}: there is no folder image_dir '{written}' (looked for: {looked}).{hint}")

@@ -35,7 +35,7 @@ from maulstick.train.optim import build_optimizer, resolve_optimizer
 from maulstick.train.output import LoraOutput, dataset_facts
 from maulstick.train.plan import plan_lines
 from maulstick.train.precision import gradient_scaler
-from maulstick.train.prepare import Prepared, draw_seed, make_plan, prepare
+from maulstick.train.prepare import Prepared, draw_seed, make_plan, must_use_cpu, prepare
 from maulstick.train.sample import SampleError, draw_samples
 from maulstick.train.schedule import learning_rate_factor
 from maulstick.train.trackers import open_trackers
@@ -72,6 +72,7 @@ class TrainingRun:
         self.loaded = loaded
         self.options = loaded.options
         self.accelerator = Accelerator(
+            cpu=must_use_cpu(),
             kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=self._may_leave_parameters_unused())]
         )
         quiet = not self.accelerator.is_main_process

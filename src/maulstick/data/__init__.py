@@ -1,0 +1,1 @@
+"""From folders of captioned images to batches of latents and captions."""

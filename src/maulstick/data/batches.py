@@ -1,0 +1,138 @@
+"""The order of training: which images come together when, as a pure function of seed and epoch.
+
+Nothing here has state that a resumed run would need: (seed, epoch, number of the micro-batch) say everything, and with
+them every shuffled caption and every mirrored image.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from random import Random
+
+from maulstick.data.buckets import Size
+from maulstick.data.captions import caption_for, shuffled
+from maulstick.data.records import DatasetIndex, ImageRecord
+
+
+@dataclass(frozen=True)
+class BatchItem:
+    """One image of a micro-batch, with what was drawn for it.
+
+    Attributes:
+        position: its place in the order of the epoch, from 0, counted over all processes.
+        flipped: it is mirrored left to right.
+        loss_weight: 1, or ``prior_loss_weight`` for a regularisation image.
+    """
+
+    record: ImageRecord
+    epoch: int
+    position: int
+    flipped: bool
+    caption: str
+    loss_weight: float
+
+    @property
+    def bucket(self) -> Size:
+        """(width, height) that is trained, in pixels."""
+        return self.record.placement.bucket
+
+    @property
+    def crop(self) -> tuple[int, int, int, int]:
+        """(left, top, right, bottom) of the bucket in the resized image, before mirroring."""
+        return self.record.placement.crop
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Images of one bucket of one dataset. ``number``: its place in this process's epoch, from 0."""
+
+    epoch: int
+    number: int
+    items: tuple[BatchItem, ...]
+
+    @property
+    def bucket(self) -> Size:
+        """(width, height) of all its images, in pixels."""
+        return self.items[0].bucket
+
+
+class BatchSchedule:
+    """The micro-batches of one process, epoch by epoch.
+
+    Counts are those of sd-scripts: every image is there ``repeats`` times per epoch, buckets are cut into batches of
+    their dataset's size each, and what is left over in a bucket makes a smaller batch. With several processes each
+    takes every ``world``-th batch; where the number does not divide evenly, the last ones are filled up from the
+    beginning of the epoch, so that all processes have the same number of batches.
+    """
+
+    def __init__(self, index: DatasetIndex, seed: int, *, rank: int = 0, world: int = 1):
+        self.index = index
+        self.seed = seed
+        self.rank = rank
+        self.world = world
+        self._groups = [
+            (bucket, dataset.spec.batch_size)
+            for dataset in index.datasets
+            for bucket in _by_bucket(dataset.records).values()
+        ]
+        self._order_of: tuple[int, list[tuple[ImageRecord, ...]], list[int]] | None = None
+
+    @property
+    def batches_in_all(self) -> int:
+        """Micro-batches per epoch, over all processes."""
+        return sum(-(-sum(record.repeats for record in bucket) // size) for bucket, size in self._groups)
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Micro-batches per epoch for each process."""
+        return -(-self.batches_in_all // self.world)
+
+    @property
+    def images_per_epoch(self) -> int:
+        """Images per epoch, repeats counted, over all processes."""
+        return sum(record.repeats for bucket, _ in self._groups for record in bucket)
+
+    def epoch(self, epoch: int, start: int = 0) -> Iterator[MicroBatch]:
+        """Yield this process's micro-batches of an epoch (from 0), from number ``start`` on."""
+        for number in range(start, self.batches_per_epoch):
+            yield self.batch(epoch, number)
+
+    def batch(self, epoch: int, number: int) -> MicroBatch:
+        """Return one micro-batch of this process."""
+        if not 0 <= number < self.batches_per_epoch:
+            raise IndexError(f"an epoch has {self.batches_per_epoch} micro-batches; there is no number {number}")
+        batches, first_positions = self._order(epoch)
+        place = (number * self.world + self.rank) % len(batches)
+        items = [
+            self.draw(record, epoch, position) for position, record in enumerate(batches[place], first_positions[place])
+        ]
+        return MicroBatch(epoch, number, tuple(items))
+
+    def draw(self, record: ImageRecord, epoch: int, position: int) -> BatchItem:
+        """Return what is trained when ``record`` is at ``position`` of an epoch: mirrored or not, and its caption."""
+        # Seeding with text goes through SHA-512, so that neighbouring positions have unrelated numbers.
+        rng = Random(f"maulstick item {self.seed} {epoch} {position}")
+        flipped = record.subset.flip_aug and rng.random() < 0.5
+        weight = self.index.datasets[record.dataset].spec.prior_loss_weight if record.is_reg else 1.0
+        return BatchItem(record, epoch, position, flipped, caption_for(record, rng), weight)
+
+    def _order(self, epoch: int) -> tuple[list[tuple[ImageRecord, ...]], list[int]]:
+        """Return all batches of an epoch in order, and the position of the first image of each."""
+        if self._order_of is None or self._order_of[0] != epoch:
+            rng = Random(f"maulstick epoch {self.seed} {epoch}")
+            batches = []
+            for bucket, size in self._groups:
+                entries = shuffled([record for record in bucket for _ in range(record.repeats)], rng)
+                batches += [tuple(entries[start : start + size]) for start in range(0, len(entries), size)]
+            batches = shuffled(batches, rng)
+            self._order_of = epoch, batches, [0, *accumulate(map(len, batches))]
+        return self._order_of[1], self._order_of[2]
+
+
+def _by_bucket(records: tuple[ImageRecord, ...]) -> dict[Size, list[ImageRecord]]:
+    buckets: dict[Size, list[ImageRecord]] = {}
+    for record in records:
+        buckets.setdefault(record.placement.bucket, []).append(record)
+    return dict(sorted(buckets.items()))

@@ -1,0 +1,57 @@
+"""Two processes on one machine, started as users start them: one run, one file, the same weights on both."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from maulstick.adapters.files import read_lora_file
+from maulstick.train.events import read_events
+from tests.models import model_folder
+
+RUN_AND_COMPARE = """
+import sys
+import torch, torch.distributed as dist
+from maulstick.options.load import load_train_options
+from maulstick.train.run import TrainingRun
+torch.set_num_threads(1)
+run = TrainingRun(load_train_options(sys.argv[1:]))
+run.train()
+mine = torch.cat([p.detach().flatten() for _, p in run.loop.parts.named_parameters])
+others = [torch.empty_like(mine) for _ in range(2)]
+dist.all_gather(others, mine)
+assert torch.equal(others[0], others[1]), "the processes drifted apart"
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_train_one_lora(images: Path, tmp_path: Path):
+    script = tmp_path / "train_and_compare.py"
+    script.write_text(RUN_AND_COMPARE)
+    arguments = {
+        "--pretrained_model_name_or_path": str(model_folder()),
+        "--train_data_dir": str(images),
+        "--output_dir": str(tmp_path / "out"),
+        "--resolution": "64",
+        "--train_batch_size": "1",
+        "--gradient_accumulation_steps": "2",
+        "--max_train_epochs": "1",
+        "--learning_rate": "1e-3",
+        "--console": "plain",
+    }
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command += [str(script), *(token for pair in arguments.items() for token in pair)]
+    root = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
+    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    steps = [event for event in read_events(tmp_path / "out" / "last.events.jsonl") if event["event"] == "step"]
+    # 10 images an epoch in 10 batches, five for each process, two to a window.
+    assert [step["train/steps"] for step in steps] == [1, 2, 3]
+    assert len(read_lora_file(tmp_path / "out" / "last.safetensors").modules) == 264
+    assert finished.stdout.count("saved ") == 1
