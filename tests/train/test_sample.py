@@ -117,11 +117,15 @@ def test_a_half_precision_base_and_its_fp32_lora_keep_their_formats(tmp_path: Pa
 
 
 def _modules(family: Family) -> list[tuple[str, nn.Module]]:
-    return [(f"{part}.{name}", m) for part, network in _components(family).items() for name, m in network.named_modules()]
+    return [
+        (f"{part}.{name}", m) for part, network in _components(family).items() for name, m in network.named_modules()
+    ]
 
 
 def _tensors(family: Family) -> list[tuple[str, nn.Parameter]]:
-    return [(f"{part}.{name}", p) for part, network in _components(family).items() for name, p in network.named_parameters()]
+    return [
+        (f"{part}.{name}", p) for part, network in _components(family).items() for name, p in network.named_parameters()
+    ]
 
 
 def test_encoders_that_were_released_are_released_again(tmp_path: Path) -> None:

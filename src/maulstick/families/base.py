@@ -1,0 +1,185 @@
+"""What the trainer asks of a model family. The loop knows this protocol and no family by name."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from maulstick.adapters.key_names import KeyNames
+
+if TYPE_CHECKING:
+    from diffusers import DiffusionPipeline
+
+Conditioning = dict[str, Tensor]
+"""Named conditioning tensors, each with the batch as its first dimension.
+
+What is in it is between a family's ``encode_text`` and its ``predict``: text states, pooled text, sizes.
+"""
+
+VAE = "vae"
+"""The VAE's name among a family's encoders."""
+
+
+@dataclass(frozen=True)
+class AdapterNaming:
+    """Where LoRA goes in one component, and how its modules are called in files.
+
+    Attributes:
+        component: attribute name of the component in the pipeline, e.g. ``"unet"`` or ``"text_encoder"``.
+        key_prefix: prefix of key names in sd-scripts' layout, e.g. ``"lora_unet"``.
+        containers: class names whose Linear and 1x1 Conv2d descendants are targets.
+        conv_containers: class names that become containers too when 3x3 convolutions are trained.
+        log_name: name in trackers, e.g. ``"unet"`` in ``lr/unet``.
+    """
+
+    component: str
+    key_prefix: str
+    containers: frozenset[str]
+    conv_containers: frozenset[str]
+    log_name: str
+
+
+class Family(ABC):
+    """A loaded model of one family, with what training needs of it.
+
+    Encoders (the VAE and the text encoders) are loaded when they are first used, and can be released: a run whose
+    caches hold everything never loads them.
+
+    Attributes:
+        name: what the model is, in words, such as "SD 1.x".
+        base_model_version: ``ss_base_model_version`` of its LoRA files.
+        architecture: ``modelspec.architecture`` of its LoRA files.
+        prediction_type: what the denoiser predicts, as diffusers calls it.
+        device, dtype: where the networks are, and the number format of the frozen denoiser and text encoders.
+        denoiser: the frozen network that LoRA is put into (UNet or transformer).
+        denoiser_naming, text_encoder_naming: where LoRA goes and how it is called.
+        key_names: how all its modules are called in LoRA files, ours and others'.
+        vae_scale: pixels per latent element along a side.
+        latent_channels: channels of a latent.
+        native_size: side in pixels of the square images the model was made for.
+        notes: what the user should know about the model as it was found.
+    """
+
+    name: str
+    base_model_version: str
+    architecture: str
+    prediction_type: str
+    device: torch.device
+    dtype: torch.dtype
+    denoiser: nn.Module
+    denoiser_naming: AdapterNaming
+    text_encoder_naming: Mapping[str, AdapterNaming]
+    key_names: KeyNames
+    vae_scale: int
+    latent_channels: int
+    native_size: int
+    notes: Sequence[str]
+
+    @property
+    @abstractmethod
+    def text_encoders(self) -> Mapping[str, nn.Module]:
+        """Component name -> frozen text encoder, in the order of their key prefixes; loaded when first asked for."""
+
+    @property
+    @abstractmethod
+    def latent_identity(self) -> str:
+        """Identifies everything that latents depend on besides the image (VAE weights, precision, scaling)."""
+
+    @property
+    @abstractmethod
+    def text_identity(self) -> str:
+        """Identifies everything that text states depend on besides the caption (weights, layer taken, token length)."""
+
+    @abstractmethod
+    def encode_images(self, pixels: Tensor) -> Tensor:
+        """Return fp32 latents (B, C, H / vae_scale, W / vae_scale) of pixels (B, 3, H, W) in [-1, 1].
+
+        They are scaled as the denoiser wants them. The mean of the VAE's distribution is taken, so that a cached latent
+        equals a fresh one.
+        """
+
+    @abstractmethod
+    def encode_images_in_fp32(self, pixels: Tensor) -> Tensor:
+        """The same with the VAE in fp32, for images whose latents were not finite in the chosen precision."""
+
+    @abstractmethod
+    def decode_latents(self, latents: Tensor) -> Tensor:
+        """Return fp32 pixels (B, 3, H, W), about [-1, 1], of latents as the denoiser knows them."""
+
+    @abstractmethod
+    def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
+        """Return token ids of the captions, per text encoder, as long tensors (B, chunks * 77)."""
+
+    @abstractmethod
+    def count_tokens(self, caption: str) -> int:
+        """Return the caption's number of tokens without start and end marks, uncut."""
+
+    @abstractmethod
+    def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning:
+        """Run the text encoders; differentiable where their LoRA is trained."""
+
+    @abstractmethod
+    def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:
+        """Draw ``count`` training timesteps on the CPU (the generator's device)."""
+
+    @abstractmethod
+    def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Return the noisy input of the denoiser."""
+
+    @abstractmethod
+    def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
+        """Return what the denoiser should predict."""
+
+    @abstractmethod
+    def loss_weights(self, timesteps: Tensor, min_snr_gamma: float | None) -> Tensor:
+        """Return one weight per image, shape (B,)."""
+
+    @abstractmethod
+    def predict(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
+        """Run the denoiser once."""
+
+    @abstractmethod
+    def block_index(self, path: str) -> int | None:
+        """Return the index of the block that a denoiser module belongs to, None where it belongs to none."""
+
+    @abstractmethod
+    def block_names(self) -> Sequence[str]:
+        """Return the names of all blocks in the order of their index."""
+
+    @abstractmethod
+    def pipeline(self, sampler: str) -> DiffusionPipeline:
+        """Return a diffusers pipeline over the live modules, with the named sampler; nothing is copied or cast.
+
+        It brings the encoders onto the device; ``encoders_borrowed`` lets them go again.
+        """
+
+    @abstractmethod
+    def pipeline_conditioning(self, prompts: Sequence[str], negative_prompts: Sequence[str]) -> dict[str, Tensor]:
+        """Return the pipeline's keyword arguments for these prompts, encoded exactly as captions are in training."""
+
+    @abstractmethod
+    def encoders_on_device(self) -> frozenset[str]:
+        """Return the names of the encoders that are loaded and on the device: ``"vae"`` and component names."""
+
+    @abstractmethod
+    def release_encoders(self, *, vae: bool, text_encoders: bool) -> None:
+        """Free the memory of encoders that are not needed now; they come back when they are used.
+
+        A text encoder that carries an adapter is kept, on the CPU.
+        """
+
+    @contextmanager
+    def encoders_borrowed(self) -> Iterator[None]:
+        """Release at the end whatever encoders were brought onto the device inside."""
+        before = self.encoders_on_device()
+        try:
+            yield
+        finally:
+            gained = self.encoders_on_device() - before
+            self.release_encoders(vae=VAE in gained, text_encoders=bool(gained - {VAE}))

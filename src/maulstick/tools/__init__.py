@@ -1,0 +1,1 @@
+"""Programs around a LoRA: generate, and later merge, extract, resize, inspect."""

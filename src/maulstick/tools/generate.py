@@ -1,0 +1,153 @@
+"""``maulstick generate``: pictures from a base model and LoRA files."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import get_args
+
+import torch
+
+from maulstick.errors import OptionError
+from maulstick.families.load import load_family
+from maulstick.options.generate import GenerateOptions, OutputOptions, PictureOptions, Sampler
+from maulstick.tools.apply_lora import AppliedLora, apply_loras, parse_lora_choice
+from maulstick.tools.drawing import Picture, draw_pictures
+from maulstick.tools.grid import labelled_grid
+from maulstick.tools.picture_files import PictureFacts, UsedLora, write_new_picture
+from maulstick.tools.prompts import Prompt, check_prompts, default_prompt, parse_prompt, read_prompts
+
+_DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_LARGEST_SEED = 2**32 - 1
+
+
+def generate_command(options: GenerateOptions) -> int:
+    """Run the command: draw, and print the path of every picture."""
+    generate(options, say=print)
+    return 0
+
+
+def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line: None) -> list[Path]:
+    """Draw pictures and return their paths, that of the grid last where one was asked for.
+
+    Args:
+        say: is given one line of progress at a time.
+
+    Raises:
+        OptionError: nothing to draw, or an option is unusable.
+        ModelError: the model or a LoRA file cannot be used.
+    """
+    prompts = _collect_prompts(options.picture)
+    choices = [parse_lora_choice(text) for text in options.lora.lora]
+    device, precision = _device(options.output), options.output.precision
+    if precision == "auto":
+        precision = "fp16" if device.type == "cuda" else "float"
+    family = load_family(options.model, device=device, dtype=_DTYPES[precision])
+    for note in family.notes:
+        say(note)
+    loras = apply_loras(family, choices)
+    for lora in loras:
+        say(_describe(lora))
+    jobs = _complete(prompts, options.picture, family.native_size)
+    for prompt in prompts:
+        for unused in prompt.unused:
+            say(f"not used: {unused}")
+    facts = PictureFacts(
+        model=Path(options.model.pretrained_model_name_or_path or "").stem,
+        precision=precision,
+        vae=Path(options.model.vae).stem if options.model.vae else None,
+        clip_skip=options.model.clip_skip,
+        loras=[UsedLora(lora.choice.path.stem, lora.choice.weight, lora.data_hash) for lora in loras],
+    )
+    pictures: list[Picture] = []
+    paths: list[Path] = []
+
+    def finished(picture: Picture) -> None:
+        suffix = f"-{picture.prompt.seed}"
+        paths.append(write_new_picture(picture.image, options.output.output_dir, suffix, picture.prompt, facts))
+        pictures.append(picture)
+        say(f"{paths[-1]}  ({len(paths)} of {len(jobs)}: {picture.prompt.text}, seed {picture.prompt.seed})")
+
+    draw_pictures(family, jobs, finished, batch_size=options.picture.batch_size)
+    if options.output.grid:
+        paths.append(_write_grid(pictures, options, facts))
+        say(str(paths[-1]))
+    return paths
+
+
+def _collect_prompts(options: PictureOptions) -> list[Prompt]:
+    for name in ("steps", "images_per_prompt", "batch_size", "width", "height"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise OptionError(f"--{name} is {value}; it must be at least 1.")
+    prompts = [parse_prompt(text, where="--prompt") for text in options.prompt]
+    if options.prompt_file is not None:
+        prompts += read_prompts(options.prompt_file)
+    if not prompts:
+        raise OptionError('Nothing to draw: give --prompt "a cat", or --prompt_file FILE with one prompt a line.')
+    check_prompts(prompts, get_args(Sampler))
+    return prompts
+
+
+def _complete(prompts: Sequence[Prompt], options: PictureOptions, native_size: int) -> list[Prompt]:
+    """Fill in what the prompts leave open, and repeat each with the seeds of its pictures."""
+    usual = default_prompt(native_size)
+    given = parse_prompt(f"--w {options.width or usual.width} --h {options.height or usual.height}", where="--width")
+    first_seed = random.randint(0, _LARGEST_SEED) if options.seed is None else options.seed
+    defaults = replace(
+        given,
+        negative=options.negative_prompt,
+        seed=first_seed,
+        scale=options.scale,
+        steps=options.steps,
+        sampler=options.sampler,
+    )
+    whole = [prompt.completed(defaults) for prompt in prompts]
+    return [
+        replace(prompt, seed=(prompt.seed or 0) + number)
+        for prompt in whole
+        for number in range(options.images_per_prompt)
+    ]
+
+
+def _device(options: OutputOptions) -> torch.device:
+    if options.device == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    try:
+        device = torch.device(options.device)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise OptionError(f"--device {options.device} cannot be used here ({reason}). Try --device cpu.") from error
+    return device
+
+
+def _describe(lora: AppliedLora) -> str:
+    text = f"{lora.choice.path} at {lora.choice.weight:g}: {lora.modules} modules"
+    if lora.unmatched:
+        text += (
+            f"; {len(lora.unmatched)} have no place in this model and are left out ({', '.join(lora.unmatched[:3])})"
+        )
+    return text
+
+
+def _write_grid(pictures: Sequence[Picture], options: GenerateOptions, facts: PictureFacts) -> Path:
+    """Write a row for each prompt; the text in the file is that of the first picture."""
+    per_row = options.picture.images_per_prompt
+    rows = [pictures[start : start + per_row] for start in range(0, len(pictures), per_row)]
+    sheet = labelled_grid(
+        [[picture.image for picture in row] for row in rows],
+        row_labels=[row[0].prompt.text for row in rows],
+        column_labels=_column_labels(rows),
+    )
+    return write_new_picture(sheet, options.output.output_dir, "-grid", pictures[0].prompt, facts)
+
+
+def _column_labels(rows: Sequence[Sequence[Picture]]) -> list[str]:
+    """Seeds above the columns, where all rows have the same."""
+    seeds = [[picture.prompt.seed for picture in row] for row in rows]
+    return [f"seed {seed}" for seed in seeds[0]] if all(row == seeds[0] for row in seeds) else []

@@ -1,0 +1,172 @@
+"""Prompts with sd-scripts' options behind them: ``a cat --n blurry --w 512 --h 768 --d 42 --l 7.5 --s 30``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from maulstick.errors import OptionError, nearest_name_hint
+
+DEFAULT_SIZE = 512
+DEFAULT_STEPS = 30
+DEFAULT_SCALE = 7.5
+
+# Whole denoising grids: the UNet halves the latent three times.
+_SIZE_MULTIPLE = 8
+_SMALLEST_SIZE = 64
+_OPTION = re.compile(r"\s--(?=\S)")
+
+
+class PromptError(OptionError):
+    """A prompt, or an option behind it, cannot be used; the message says which line."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One picture to draw. What is None takes its default when the model is known (``completed``).
+
+    Attributes:
+        text, negative: what the picture should and should not show.
+        width, height: in pixels.
+        seed: of the starting noise.
+        scale: classifier-free guidance; at 1 and below the negative prompt plays no part.
+        steps: denoising steps.
+        sampler: name of the sampler.
+        unused: options that were read and have no meaning for Stable Diffusion, with the reason.
+    """
+
+    text: str
+    negative: str | None = None
+    width: int | None = None
+    height: int | None = None
+    seed: int | None = None
+    scale: float | None = None
+    steps: int | None = None
+    sampler: str | None = None
+    unused: tuple[str, ...] = ()
+
+    def completed(self, defaults: Prompt) -> Prompt:
+        """Return the prompt with everything that it leaves open taken from ``defaults``."""
+        open_fields = ("negative", "width", "height", "seed", "scale", "steps", "sampler")
+        return replace(self, **{name: getattr(defaults, name) for name in open_fields if getattr(self, name) is None})
+
+
+def parse_prompt(line: str, *, where: str = "") -> Prompt:
+    """Read one prompt with its options.
+
+    ``--n`` negative prompt, ``--w`` width, ``--h`` height, ``--d`` seed, ``--l`` guidance scale, ``--s`` steps,
+    ``--ss`` sampler, ``--g`` embedded guidance (which Stable Diffusion 1.x/2.x do not have).
+
+    Args:
+        where: begins an error message, such as "prompts.txt, line 3".
+
+    Raises:
+        PromptError: an option is unknown or its value is unusable.
+    """
+    text, *options = _OPTION.split(f" {line.strip()}")
+    prompt = Prompt(text.strip())
+    for option in options:
+        name, _, value = option.strip().partition(" ")
+        read = _READERS.get(name)
+        if read is None:
+            hint = nearest_name_hint(f"--{name}", [f"--{known}" for known in _READERS])
+            known = ", ".join(f"--{known}" for known in _READERS)
+            raise PromptError(f"{_prefix(where)}unknown prompt option '--{name}'.{hint} Known are: {known}.")
+        try:
+            prompt = read(prompt, value.strip())
+        except ValueError as error:
+            given = value.strip() or "nothing"
+            raise PromptError(f"{_prefix(where)}--{name} expects {error}, but has '{given}'.") from None
+    return prompt
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """Read a prompt file: one prompt a line; empty lines and lines that begin with # are left out.
+
+    Raises:
+        PromptError: the file cannot be read, holds no prompt, or a line is wrong; line numbers count from 1.
+    """
+    if path.suffix.lower() in (".toml", ".json"):
+        raise PromptError(
+            f"{path}: prompts are read from text files, one prompt a line; {path.suffix} is not supported."
+        )
+    try:
+        lines = path.read_text(encoding="utf-8-sig").splitlines()
+    except UnicodeDecodeError as error:
+        raise PromptError(f"The prompt file {path} is not UTF-8 text. Save it as UTF-8.") from error
+    except OSError as error:
+        raise PromptError(f"The prompt file {path} cannot be read: {error.strerror or error}.") from error
+    prompts = [
+        parse_prompt(line, where=f"{path}, line {number}")
+        for number, line in enumerate(lines, start=1)
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
+    if not prompts:
+        raise PromptError(f"The prompt file {path} holds no prompt. Write one prompt on each line.")
+    return prompts
+
+
+def default_prompt(native_size: int) -> Prompt:
+    """Return what a prompt leaves open: 512 pixels (or the model's own size if smaller), 30 steps, scale 7.5."""
+    size = min(DEFAULT_SIZE, native_size)
+    return Prompt("", negative="", width=size, height=size, scale=DEFAULT_SCALE, steps=DEFAULT_STEPS)
+
+
+def check_prompts(prompts: Sequence[Prompt], samplers: Sequence[str]) -> None:
+    """Raise PromptError for a prompt whose sampler is none of ``samplers``."""
+    for prompt in prompts:
+        if prompt.sampler is not None and prompt.sampler not in samplers:
+            hint = nearest_name_hint(prompt.sampler, samplers)
+            raise PromptError(
+                f"The prompt '{prompt.text}' asks for sampler '{prompt.sampler}', which there is not.{hint} Known are: "
+                f"{', '.join(samplers)}."
+            )
+
+
+def _prefix(where: str) -> str:
+    return f"{where}: " if where else ""
+
+
+def _size(value: str) -> int:
+    """Sizes are cut to whole multiples of 8 and not below 64, as sd-scripts does."""
+    if not value.isdecimal() or int(value) == 0:
+        raise ValueError("a size in pixels")
+    return max(_SMALLEST_SIZE, int(value) // _SIZE_MULTIPLE * _SIZE_MULTIPLE)
+
+
+def _whole(value: str, what: str, smallest: int) -> int:
+    if not value.isdecimal() or int(value) < smallest:
+        raise ValueError(what)
+    return int(value)
+
+
+def _number(value: str) -> float:
+    number = float(value) if re.fullmatch(r"-?\d+(\.\d*)?|-?\.\d+", value) else None
+    if number is None:
+        raise ValueError("a number")
+    return number
+
+
+def _sampler(value: str) -> str:
+    if not value:
+        raise ValueError("the name of a sampler")
+    return value.removeprefix("k_")
+
+
+def _embedded_guidance(prompt: Prompt, value: str) -> Prompt:
+    note = f"--g {_number(value):g}: guidance that is an input of the model; Stable Diffusion has none, use --l"
+    return replace(prompt, unused=(*prompt.unused, note))
+
+
+_READERS: dict[str, Callable[[Prompt, str], Prompt]] = {
+    "n": lambda prompt, value: replace(prompt, negative=value),
+    "w": lambda prompt, value: replace(prompt, width=_size(value)),
+    "h": lambda prompt, value: replace(prompt, height=_size(value)),
+    "d": lambda prompt, value: replace(prompt, seed=_whole(value, "a whole number of at least 0", 0)),
+    "l": lambda prompt, value: replace(prompt, scale=_number(value)),
+    "s": lambda prompt, value: replace(prompt, steps=_whole(value, "a number of steps of at least 1", 1)),
+    "ss": lambda prompt, value: replace(prompt, sampler=_sampler(value)),
+    "g": _embedded_guidance,
+}
