@@ -91,11 +91,11 @@ class TrainingLoop:
                 self.train_step(window, images)
                 self._save_and_sample_after_step()
                 state.stopped_by = self._agreed_stop()
+                if window[-1][0].number == parts.batches.batches_per_epoch - 1:
+                    state.epoch += 1
+                    self._save_and_sample_after_epoch()
                 if state.step >= parts.total_steps or state.stopped_by is not None:
                     break
-            else:
-                state.epoch += 1
-                self._save_and_sample_after_epoch()
         self._set_modes(training=False)
         return state
 
