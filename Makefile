@@ -36,6 +36,8 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.train_step
+	$(BIN)/python -m bench.guard
+	$(BIN)/python -m bench.tools
 
 clean:
 	rm -rf $(VENV) build dist quickstart-output .pytest_cache .mypy_cache .ruff_cache

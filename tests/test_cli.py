@@ -67,7 +67,8 @@ def test_help_shows_every_option_in_one_piece_with_its_default(command: str, col
     text = run_program(command, "--help", COLUMNS=columns).stdout
     for name in option_types():
         assert len(re.findall(rf"^  --{name}( |$)", text, re.MULTILINE)) == 1
-    assert "--no-" not in text
+    # The original guardian's two negative switches are the only ones.
+    assert set(re.findall(r"--no-\w+", text)) == {"--no-skip_nan_immediate", "--no-skip_inf_immediate"}
     assert "--empty-" not in text
     flat = " ".join(text.split())
     assert "--network_dim INT Rank of the LoRA. [default: 4]" in flat
@@ -89,6 +90,7 @@ def test_help_is_grouped_by_owner() -> None:
         "Optimizer",
         "Learning-rate schedule",
         "Objective",
+        "Gradient guardian",
         "Samples while training",
         "Log",
     ]
@@ -115,6 +117,13 @@ def test_the_program_lists_its_commands() -> None:
         "train",
         "check",
         "generate",
+        "inspect",
+        "diff",
+        "merge",
+        "extract",
+        "resize",
+        "convert",
+        "replay",
         "optimizers",
     ]
     assert run_program().stdout == text

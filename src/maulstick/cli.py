@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from cyclopts import App, CycloptsError, Parameter
 
@@ -15,6 +15,7 @@ from maulstick.errors import MaulstickError
 from maulstick.options.generate import GenerateOptions
 from maulstick.options.help_format import PlainHelp
 from maulstick.options.load import OPTION_STYLE, load_train_options, options_app
+from maulstick.tools.commands import COMMANDS as LORA_COMMANDS
 
 TRAIN_SUMMARY = """Train a LoRA on captioned images.
 
@@ -26,6 +27,7 @@ Lists images, captions, repeats, buckets, steps, trained modules and learning ra
 data."""
 
 Json = Annotated[bool, Parameter(name="json")]
+Modes = tuple[Literal["steady", "stable", "stable_no_threshoff", "gamble", "off"], ...]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,6 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(str(error))
     except MaulstickError as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        # Whoever reads (`| head`) has seen enough; without a new target Python would complain again when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except KeyboardInterrupt:
         print("maulstick: interrupted", file=sys.stderr)
         return 130
@@ -63,14 +69,9 @@ def _run(arguments: list[str]) -> int | None:
 
 
 def _help(arguments: list[str]) -> int | None:
-    try:
-        status = build_app()(arguments, exit_on_error=False, print_error=False)
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:
-        # Whoever reads (`| head`) has seen enough; without a new target Python would complain again when it exits.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    status = build_app()(arguments, exit_on_error=False, print_error=False)
+    sys.stdout.flush()
+    return status
 
 
 def build_app() -> App:
@@ -88,8 +89,12 @@ def build_app() -> App:
     app.command(options_app("check", CHECK_SUMMARY, with_json=True))
     app.command(generate)
     app.command(quickstart)
+    app.command(replay)
     app.command(optimizers)
-    for place, name in enumerate(["quickstart", "train", "check", "generate", "optimizers"]):
+    for command in LORA_COMMANDS:
+        app.command(command)
+    lora_commands = [command.__name__ for command in LORA_COMMANDS]
+    for place, name in enumerate(["quickstart", "train", "check", "generate", *lora_commands, "replay", "optimizers"]):
         app[name].sort_key = place
     return app
 
@@ -130,6 +135,20 @@ def quickstart(output_dir: Path = Path("maulstick-quickstart")) -> int:
     from maulstick.tools.quickstart import run_quickstart
 
     return run_quickstart(output_dir)
+
+
+def replay(log: Path, /, *, grad_norm_mode: Modes = (), plot: Path | None = None, as_json: Json = False) -> int:
+    """Show what other modes of the gradient guardian would have done on a recorded gradient log.
+
+    Args:
+        log: A gradient_logs+NAME.txt, written by Maulstick or by the original program.
+        grad_norm_mode: The modes to judge by; without it all of them.
+        plot: Also draw the norms and each mode's skips into this PNG.
+        as_json: Print one JSON object instead of a table.
+    """
+    from maulstick.tools.replay import replay_command
+
+    return replay_command(log, grad_norm_mode, as_json=as_json, plot=plot)
 
 
 def optimizers(*, as_json: Json = False) -> int:

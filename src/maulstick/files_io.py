@@ -27,11 +27,11 @@ def atomic_write(path: Path, write: Callable[[Path], None] | bytes | str) -> Non
             temporary.write_bytes(write)
         else:
             write(temporary)
-        with open(temporary, "rb+") as written:
+        with temporary.open("rb+") as written:
             os.fsync(written.fileno())
         # mkstemp makes files private; the result should follow the user's umask like any other file they write.
-        os.chmod(temporary, 0o666 & ~_current_umask())
-        os.replace(temporary, path)
+        temporary.chmod(0o666 & ~_current_umask())
+        temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
@@ -44,7 +44,7 @@ def _current_umask() -> int:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename an existing file to ``name.old-N.suffix`` with the first free N; return the new path, None if there was none."""
+    """Rename an existing file to ``name.old-N.suffix`` with the first free N; return the new path, if there was one."""
     if not path.exists():
         return None
     number = 1

@@ -94,12 +94,14 @@ def own_gradients(rank: int) -> dict:
             parameter.grad[2] = {25: math.nan, 28: math.inf, 31: 1e5}[step]
         verdicts.append([seen(each.observe([parameter])) for each in (together, compatible)])
         local.append(alone.observe([parameter]).skip)
+    parameter.grad = torch.full((4,), 0.1)
+    loss_of_one = together.observe([parameter], loss=math.inf if rank == 1 else 0.5)
     norms = []
     for on_host in (True, False):
         parameter.grad = torch.full((4,), 1.0 + 2.0 * rank)
         found = measure(GradientSource.of([parameter]), collective=Collective(), on_host=on_host, loss=float(rank))
         norms.append((found.norm, found.loss))
-    return {"verdicts": verdicts, "local": local, "norms": norms}
+    return {"verdicts": verdicts, "local": local, "norms": norms, "loss_of_one": seen(loss_of_one)}
 
 
 def sharded(rank: int) -> dict:

@@ -61,6 +61,16 @@ def test_a_non_finite_value_in_the_window_switches_the_threshold_off(bad: float)
     assert not math.isnan(policy.judge(1.0).threshold)
 
 
+def test_a_norm_at_the_threshold_is_kept():
+    policy = WindowPolicy(WindowRule(window=4, cap=2.0))
+    for _ in range(8):
+        judgement = policy.judge(1.0)
+        assert not judgement.skip
+    assert judgement.threshold == 1.0
+    capped = WindowPolicy(WindowRule(window=2, cap=2.0))
+    assert [capped.judge(norm).skip for norm in (2.0, 2.0, 2.0, 2.5)] == [False, False, False, True]
+
+
 def test_median_of_even_and_odd_counts():
     assert median([5.0, 1.0, 3.0]) == 3.0
     assert median([4.0, 1.0, 3.0, 2.0]) == 2.5
@@ -151,7 +161,8 @@ def test_a_lasting_level_is_accepted_at_the_cap_and_said_so():
     assert not decision.skip
     assert "new level" in decision.alarms[0]
     assert not judge.decide(evidence(1000.0)).skip
-    assert judge.decide(evidence(100000.0)).skip
+    # Refusals before the new level are forgotten: a burst after it is caught as a whole.
+    assert all(judge.decide(evidence(100000.0)).skip for _ in range(60))
     assert judge.longest_streak == 64
 
 

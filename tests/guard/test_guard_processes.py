@@ -70,6 +70,9 @@ def test_different_gradients_lead_to_one_decision(both: tuple[dict, dict]):
     # Each for itself, they would have parted at once.
     assert not any(zero["local"])
     assert [step for step, skip in enumerate(one["local"]) if skip] == [25, 28, 31]
+    # Finite gradients, but the loss of process 1 was not.
+    assert zero["loss_of_one"] == one["loss_of_one"]
+    assert "LOSS" in zero["loss_of_one"]["reason"]
     # The mean of the squared norms, 2 and 6, and the mean loss; added up by the host and by the device.
     assert zero["norms"] == one["norms"]
     assert zero["norms"] == [[pytest.approx(20**0.5), 0.5]] * 2

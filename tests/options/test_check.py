@@ -46,6 +46,10 @@ def test_a_dataset_description_stands_for_the_data_folder(load: Load) -> None:
             ["--network_train_text_encoder_only", "--unet_lr", "1e-5"],
             ["network_train_text_encoder_only", "unet_lr = 1e-05"],
         ),
+        (["--block_lr", "mid=0", "--mid_lr_weight", "0"], ["block_lr", "mid_lr_weight"]),
+        (["--block_alphas", "1"], ["block_alphas", "Give block_dims too"]),
+        (["--network_args", "block_alphas=1"], ["block_alphas", "Give block_dims too"]),
+        (["--conv_block_alphas", "1", "--block_dims", "4"], ["conv_block_alphas", "Give conv_block_dims too"]),
         (["--cache_text_encoder_outputs"], ["cache_text_encoder_outputs", "Add network_train_unet_only"]),
         (["--dataset_config", "d.toml"], ["dataset_config", "train_data_dir"]),
         (
@@ -119,6 +123,10 @@ def test_no_number_may_be_negative(load: Load, name: str) -> None:
         ["--enable_bucket", "--resolution", "500"],
         ["--keep_tokens", "0", "--prior_loss_weight", "1", "--sample_sampler", "euler", "--min_bucket_reso", "256"],
         ["--max_grad_norm", "0"],
+        ["--block_alphas", "1", "--mid_lr_weight", "0"],
+        ["--conv_block_dims", "4", "--conv_alpha", "2"],
+        ["--block_lr", "mid=0", "--block_lr_zero_threshold", "0.1"],
+        ["--loraplus_lr_ratio", "0", "--block_lr_zero_threshold", "0"],
         ["--train_data_dir", "", "--dataset_config", "d.toml", "--keep_tokens", "1", "--min_bucket_reso", "128"],
     ],
 )
@@ -153,6 +161,23 @@ def test_harmless_combinations_pass_without_a_word(load: Load, arguments: list[s
         (
             ["--network_train_text_encoder_only", "--network_args", "conv_dim=4"],
             "conv_dim has no effect with network_train_text_encoder_only.",
+        ),
+        (
+            ["--network_train_text_encoder_only", "--block_lr", "mid=0", "--loraplus_unet_lr_ratio", "4"],
+            "block_lr, loraplus_unet_lr_ratio have no effect with network_train_text_encoder_only.",
+        ),
+        (
+            ["--network_train_unet_only", "--loraplus_text_encoder_lr_ratio", "4"],
+            "loraplus_text_encoder_lr_ratio has no effect with network_train_unet_only.",
+        ),
+        (
+            ["--block_lr_zero_threshold", "0.1"],
+            "block_lr_zero_threshold has no effect without down_lr_weight, mid_lr_weight, up_lr_weight or block_lr.",
+        ),
+        (["--conv_dim", "4", "--conv_block_dims", "4"], "conv_dim has no effect with conv_block_dims."),
+        (
+            ["--dim_from_weights", "--network_weights", "w", "--block_dims", "4"],
+            "block_dims has no effect with dim_from_weights: ranks and alphas come from network_weights.",
         ),
         (["--logging_dir", "logs", "--log_with", "wandb"], "logging_dir has no effect with log_with = wandb."),
         (

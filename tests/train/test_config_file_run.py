@@ -98,7 +98,13 @@ def test_a_config_file_of_sd_scripts_runs_unchanged(images: Path, tmp_path: Path
     prompts.write_text("a shape, red --n blurry --w 64 --h 64 --d 7 --l 5 --s 2\n")
     config = tmp_path / "config.toml"
     output = tmp_path / "out"
-    places = {"model": single_file(), "images": training.parent, "reg": reg.parent, "output": output, "prompts": prompts}
+    places = {
+        "model": single_file(),
+        "images": training.parent,
+        "reg": reg.parent,
+        "output": output,
+        "prompts": prompts,
+    }
     config.write_text(CONFIG.format(**places))
 
     assert main(["train", "--config_file", str(config)]) == 0

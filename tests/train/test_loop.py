@@ -9,6 +9,7 @@ import torch
 
 from maulstick.train.events import read_events
 from maulstick.train.objective import draw_noise
+from maulstick.train.seeds import derive_seed
 from maulstick.train.validate import denoising_loss
 
 UNET_ONLY = ("--network_train_unet_only",)
@@ -40,8 +41,8 @@ def test_a_windows_gradient_is_that_of_the_mean_over_its_images(make_run):
     batches = [full[0], full[1], (full[2][0].__class__(0, 2, full[2][0].items[:1]), full[2][1][:1])]
     losses = []
 
-    def remember(batch, latents, forward=loop.forward):
-        loss = forward(batch, latents)
+    def remember(batch, latents, noise, forward=loop.forward):
+        loss = forward(batch, latents, noise)
         losses.append(loss.detach())
         return loss
 
@@ -57,16 +58,14 @@ def test_a_windows_gradient_is_that_of_the_mean_over_its_images(make_run):
             parameter.grad = None
         total = 0.0
         for place, (batch, latents) in enumerate(batches):
-            from maulstick.train.seeds import derive_seed
-
-            torch.manual_seed(derive_seed(loop.parts.seed, "step", 0, place, 0))
-            total = total + loop.forward(batch, latents).sum()
+            noise = torch.Generator().manual_seed(derive_seed(loop.parts.seed, "noise", 0, place, 0))
+            total = total + loop.forward(batch, latents, noise).sum()
         (total / 5).backward()
         return [p.grad for _, p in loop.parts.named_parameters if p.grad is not None]
 
     for accumulated, together in zip(gradients, one_backward(), strict=True):
         torch.testing.assert_close(accumulated, together, rtol=1e-4, atol=1e-7)
-    run.log.close()
+    run.records.close("end")
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
@@ -143,7 +142,7 @@ def test_noise_offset_shifts_whole_channels():
 def test_held_out_loss_is_the_mean_over_ten_timesteps_of_fixed_noise(make_run):
     run = make_run(*UNET_ONLY)
     family = run.prepare().family
-    run.log.close()
+    run.records.close("end")
     latents = torch.randn(3, 4, 8, 8, generator=torch.Generator().manual_seed(3))
     captions = ["a shape", "", "red"]
     measured = denoising_loss(family, latents, captions, batch_size=2)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -66,16 +67,33 @@ def test_seeds_differ_by_every_part_of_the_place_and_repeat():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_the_first_signal_asks_and_the_second_interrupts():
-    heard = []
-    with StopSignals(heard.append) as signals:
+def test_the_first_signal_asks_and_the_second_interrupts(capfd):
+    with StopSignals() as signals:
         assert signals.requested() is None
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.requested() == "SIGTERM"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
-    assert heard == ["SIGTERM"]
+    assert "SIGTERM: finishing this step" in capfd.readouterr().err
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+def test_a_full_disk_loses_no_event(tmp_path):
+    """/dev/full refuses every write, as a full disk does."""
+    troubles = []
+    log = EventLog(tmp_path / "run.jsonl", troubles.append)
+    log.write("step", number=1)
+    room = log._file
+    with Path("/dev/full").open("ab", buffering=0) as full:
+        log._file = full
+        log.write("step", number=2)
+        log.write("step", number=3)
+    assert len(troubles) == 1
+    assert "No space left on device" in troubles[0]
+    log._file = room
+    log.write("step", number=4)
+    log.close()
+    assert [event["number"] for event in read_events(tmp_path / "run.jsonl")] == [1, 2, 3, 4]
 
 
 def test_the_plain_console_shows_loss_norm_rate_skips_and_time(capsys):

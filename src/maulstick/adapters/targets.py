@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from maulstick.adapters.block_ranks import BlockRank
 from maulstick.errors import ModelError, OptionError
 
 # Linear and Conv2d modules are adapted when they lie inside a module of one of these classes, as in sd-scripts.
@@ -48,15 +49,6 @@ class LoraTarget:
     def parameter_count(self) -> int:
         """Number of trained values: the down factor has ``dim`` rows, the up factor ``dim`` columns."""
         return self.dim * (self.shape[0] + math.prod(self.shape[1:]))
-
-
-class BlockRank(NamedTuple):
-    """Rank and alpha of one block: for Linear and 1x1 convolutions, and for larger convolutions; dim 0: no module."""
-
-    dim: int
-    alpha: float
-    conv_dim: int = 0
-    conv_alpha: float = 1.0
 
 
 def _kind_of(module: nn.Module) -> str | None:

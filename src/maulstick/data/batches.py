@@ -65,6 +65,9 @@ class BatchSchedule:
     their dataset's size each, and what is left over in a bucket makes a smaller batch. With several processes each
     takes every ``world``-th batch; where the number does not divide evenly, the last ones are filled up from the
     beginning of the epoch, so that all processes have the same number of batches.
+
+    Attributes:
+        batches_in_all: micro-batches per epoch, over all processes.
     """
 
     def __init__(self, index: DatasetIndex, seed: int, *, rank: int = 0, world: int = 1):
@@ -77,12 +80,10 @@ class BatchSchedule:
             for dataset in index.datasets
             for bucket in _by_bucket(dataset.records).values()
         ]
+        self.batches_in_all = sum(
+            -(-sum(record.repeats for record in bucket) // size) for bucket, size in self._groups
+        )
         self._order_of: tuple[int, list[tuple[ImageRecord, ...]], list[int]] | None = None
-
-    @property
-    def batches_in_all(self) -> int:
-        """Micro-batches per epoch, over all processes."""
-        return sum(-(-sum(record.repeats for record in bucket) // size) for bucket, size in self._groups)
 
     @property
     def batches_per_epoch(self) -> int:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from maulstick.adapters.block_weights import NamedBlocks
 from maulstick.adapters.key_names import KeyNames
 
 if TYPE_CHECKING:
@@ -151,6 +152,17 @@ class Family(ABC):
     @abstractmethod
     def block_names(self) -> Sequence[str]:
         """Return the names of all blocks in the order of their index."""
+
+    def block_parts(self) -> Mapping[str, range]:
+        """Return the parts that weights by block speak of (``down``, ``up``), each with its block indices.
+
+        Families whose blocks are one plain row need not say more: their one part is ``block``.
+        """
+        return {"block": range(len(self.block_names()))}
+
+    def block_layout(self) -> NamedBlocks:
+        """Return names and parts together, as weights and ranks by block are read with."""
+        return NamedBlocks(tuple(self.block_names()), self.block_parts())
 
     @abstractmethod
     def pipeline(self, sampler: str) -> DiffusionPipeline:

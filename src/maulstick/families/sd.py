@@ -264,6 +264,9 @@ class StableDiffusion(Family):
     def block_names(self) -> Sequence[str]:
         return SD_BLOCKS.names
 
+    def block_parts(self) -> Mapping[str, range]:
+        return SD_BLOCKS.parts
+
     # --- drawing -----------------------------------------------------------------------------------------------------
 
     def pipeline(self, sampler: str) -> DiffusionPipeline:

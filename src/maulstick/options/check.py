@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from maulstick.errors import OptionError
+from maulstick.guard.errors import GuardError
+from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.dataset_config import parse_resolution
 from maulstick.options.schema import TrainOptions, flat_values
 from maulstick.options.sd_scripts_table import NETWORK_MODULES
@@ -33,11 +35,35 @@ def check_train_options(options: TrainOptions, given: Collection[str]) -> list[s
     _check_required(options)
     _check_ranges(options)
     _check_network(options, given)
+    _check_blocks(options)
     _check_rates(options)
     _check_data(options)
     _check_schedule(options)
     _check_samples(options)
-    return list(_leftovers(options, given))
+    return [*guard_config(options)[1], *_leftovers(options, given)]
+
+
+def guard_config(options: TrainOptions) -> tuple[GuardConfig, list[str]]:
+    """Return what the guardian options mean, and a line for each flag that a preset overrules.
+
+    Raises:
+        OptionError: a flag has a value that cannot be used, or needs another one.
+    """
+    flags = dict(vars(options.guard))
+    mode = flags.pop("grad_norm_mode")
+    try:
+        config, notices = resolve(mode, flags)
+    except GuardError as error:
+        raise OptionError(str(error)) from error
+    given = [name for name, value in flags.items() if value is not None]
+    if mode is None and given and not config.skips:
+        if not config.log:
+            raise OptionError(
+                f"{', '.join(given)}: without skip_grad_norm or grad_norm_log nothing is skipped or logged. Add one of "
+                "them, or name a preset with grad_norm_mode."
+            )
+        notices = [*notices, "grad_norm_log without skip_grad_norm: steps are logged, and none is skipped."]
+    return config, notices
 
 
 # ---------------------------------------------------------------------------------------- what must be there
@@ -83,6 +109,10 @@ RANGES: dict[str, _Range] = {
     "rank_dropout": _CHANCE_BELOW_ONE,
     "module_dropout": _CHANCE_BELOW_ONE,
     "scale_weight_norms": _ABOVE_ZERO,
+    "block_lr_zero_threshold": _ZERO_OR_MORE,
+    "loraplus_lr_ratio": _ABOVE_ZERO,
+    "loraplus_unet_lr_ratio": _ABOVE_ZERO,
+    "loraplus_text_encoder_lr_ratio": _ABOVE_ZERO,
     "train_batch_size": _ONE_OR_MORE,
     "keep_tokens": _ZERO_OR_MORE,
     "caption_dropout_rate": _CHANCE,
@@ -141,7 +171,8 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
             "network_train_text_encoder_only",
             "nothing would be trained. Remove one or both.",
         )
-    if network.conv_alpha is not None and network.conv_dim is None and not network.dim_from_weights:
+    has_conv_rank = network.conv_dim is not None or network.conv_block_dims is not None
+    if network.conv_alpha is not None and not has_conv_rank and not network.dim_from_weights:
         raise OptionError("conv_alpha is given without conv_dim, so 3x3 convolutions get no LoRA. Give conv_dim too.")
     if network.dim_from_weights and network.network_weights is None:
         raise OptionError("dim_from_weights is given without network_weights. Name the file to take the ranks from.")
@@ -150,6 +181,28 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
             "cache_text_encoder_outputs",
             "training the text encoder",
             "its outputs change meanwhile. Add network_train_unet_only, or remove cache_text_encoder_outputs.",
+        )
+
+
+PART_WEIGHTS = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
+BLOCK_RANKS = ("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas")
+
+
+def _check_blocks(options: TrainOptions) -> None:
+    network = options.network
+    by_part = [name for name in PART_WEIGHTS if getattr(network, name) is not None]
+    if network.block_lr and by_part:
+        raise _contradiction("block_lr", by_part[0], "both give weights by block. Put all of them into one.")
+    if network.block_alphas is not None and network.block_dims is None and not (by_part or network.block_lr):
+        # sd-scripts ignores it silently then.
+        raise OptionError(
+            "block_alphas is given without block_dims. Give block_dims too: as many ranks as block_alphas has values, "
+            f"or one for all blocks (block_dims = {network.network_dim} keeps network_dim)."
+        )
+    if network.conv_block_alphas is not None and network.conv_block_dims is None:
+        raise OptionError(
+            "conv_block_alphas is given without conv_block_dims. Give conv_block_dims too: as many ranks as "
+            "conv_block_alphas has values, or one for all blocks."
         )
 
 
@@ -284,14 +337,23 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         yield from line(names, "without sample_every_n_steps, sample_every_n_epochs or sample_at_first")
     if options.schedule.lr_scheduler == "constant_with_warmup" and not _has_warmup(options):
         yield "lr_scheduler = constant_with_warmup is the same as constant without lr_warmup_steps."
+    if network.conv_block_dims is not None:
+        yield from line(set_otherwise("conv_dim"), "with conv_block_dims")
+    if not (network.block_lr or any(getattr(network, name) is not None for name in PART_WEIGHTS)):
+        missing = "without down_lr_weight, mid_lr_weight, up_lr_weight or block_lr"
+        yield from line(set_otherwise("block_lr_zero_threshold"), missing)
+    if network.network_train_unet_only:
+        yield from line(set_otherwise("loraplus_text_encoder_lr_ratio"), "with network_train_unet_only")
     if network.network_train_text_encoder_only:
-        yield from line(set_otherwise("conv_dim", "conv_alpha"), "with network_train_text_encoder_only")
+        of_unet = ("conv_dim", "conv_alpha", "block_lr", *PART_WEIGHTS, *BLOCK_RANKS, "loraplus_unet_lr_ratio")
+        yield from line(set_otherwise(*of_unet), "with network_train_text_encoder_only")
     elif not _unet_rate(options):
         yield "A learning rate of 0 for the UNet: it is not trained, and not in the file."
     if not network.network_train_unet_only and not _text_encoder_rate(options):
         yield "A learning rate of 0 for the text encoder: it is not trained, and not in the file."
     if network.dim_from_weights:
-        ranks = [name for name in ("network_dim", "network_alpha", "conv_dim", "conv_alpha") if name in given]
+        of_file = ("network_dim", "network_alpha", "conv_dim", "conv_alpha", *BLOCK_RANKS)
+        ranks = [name for name in of_file if name in given]
         yield from line(ranks, "with dim_from_weights: ranks and alphas come from network_weights")
     elif network.network_alpha == 0:
         yield f"network_alpha = 0 means network_alpha = network_dim ({network.network_dim}), as in sd-scripts."

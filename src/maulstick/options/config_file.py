@@ -12,6 +12,9 @@ from maulstick.errors import OptionError
 DATASET_KEYS = frozenset({"datasets", "subsets", "image_dir", "num_repeats", "class_tokens", "is_reg", "metadata_file"})
 """Names that only a dataset description has. ``general`` is not among them: people call a section of options so."""
 
+TABLE_OPTIONS = frozenset({"block_lr"})
+"""Options whose value is a table itself; every other table is a section of options."""
+
 
 @dataclass(frozen=True)
 class Given:
@@ -44,7 +47,7 @@ def read_config_file(path: Path) -> dict[str, Given]:
     document = _parsed(path)
     options: dict[str, Given] = {}
     for key, value in document.items():
-        if isinstance(value, dict):
+        if isinstance(value, dict) and key not in TABLE_OPTIONS:
             for inner_key, inner_value in value.items():
                 _add(options, inner_key, inner_value, f"{path}, section [{key}]", path)
         else:
@@ -58,7 +61,7 @@ def _add(options: dict[str, Given], name: str, value: Any, where: str, path: Pat
             f"'{name}' ({where}) describes a dataset, not a run. Put it into a dataset description and name that file "
             f"with dataset_config; if {path.name} is one, give it as --dataset_config instead of --config_file."
         )
-    if isinstance(value, dict):
+    if isinstance(value, dict) and name not in TABLE_OPTIONS:
         raise OptionError(f"'{name}' ({where}) is a section inside a section. Sections may be one level deep.")
     earlier = options.get(name)
     if earlier is not None and earlier.value != value:

@@ -44,7 +44,9 @@ class PictureOptions:
 @dataclass(frozen=True, kw_only=True)
 class LoraOptions:
     lora: list[str] = field(default_factory=list)
-    """LoRA file, with its weight behind a colon (style.safetensors:0.8); 1 without one. Several add up."""
+    """LoRA file, or file:0.8 with a weight; behind it :te=0.5, :unet=1, :lbw=OUTALL weigh parts and blocks."""
+    lbw_presets: Path | None = None
+    """File of further presets for lbw=, as the LoRA Block Weight extension has it (lbwpresets.txt)."""
 
 
 @Parameter(name="*", group="Output")
@@ -52,8 +54,8 @@ class LoraOptions:
 class OutputOptions:
     output_dir: Path = Path("images")
     """Folder for the pictures; nothing in it is overwritten."""
-    grid: bool = False
-    """Also write one picture with all of them, a row for each prompt."""
+    grid: bool | Literal["block"] = False
+    """Also write one picture with all of them; `--grid block`: instead, a sheet with every block alone and left out."""
     device: str = "auto"
     """Where to compute: auto, cpu, cuda, cuda:1, mps."""
     precision: Literal["auto", "float", "fp16", "bf16"] = "auto"

@@ -30,6 +30,10 @@ ZERO_MEANS_OFF = frozenset(
         "rank_dropout",
         "module_dropout",
         "scale_weight_norms",
+        "block_lr_zero_threshold",
+        "loraplus_lr_ratio",
+        "loraplus_unet_lr_ratio",
+        "loraplus_text_encoder_lr_ratio",
         "save_every_n_epochs",
         "save_every_n_steps",
         "max_train_epochs",
@@ -180,7 +184,7 @@ def _sort_file_options(document: dict[str, Given]) -> tuple[dict[str, Given], di
         if name == "config_file":
             raise OptionError(f"config_file ({item.where}): one file cannot name another.")
         if name in option_types():
-            if item.value != []:
+            if item.value not in ([], {}):
                 own[name] = Given(convert_toml_value(name, item.value, item.where), item.where)
         elif name in SD_SCRIPTS_OPTIONS:
             foreign[name] = item
@@ -248,7 +252,7 @@ def _is_off(name: str, value: Any) -> bool:
 
 def _fill_in(values: dict[str, Any]) -> list[str]:
     """Set what follows from the given values, in place; return what should be said about it."""
-    arguments = [f"{key}={values[key]}" for key in SUPPORTED_NETWORK_ARGUMENTS if key in values]
+    arguments = [f"{key}={_as_argument(values[key])}" for key in SUPPORTED_NETWORK_ARGUMENTS if key in values]
     if arguments or "network_args" in values:
         values["network_args"] = arguments
     if values.get("cache_latents_to_disk"):
@@ -257,6 +261,10 @@ def _fill_in(values: dict[str, Any]) -> list[str]:
         values["log_with"] = "tensorboard"
         return ["logging_dir is given, so values also go to TensorBoard (log_with = tensorboard), as in sd-scripts."]
     return []
+
+
+def _as_argument(value: Any) -> str:
+    return " ".join(value) if isinstance(value, list) else str(value)
 
 
 def _built(values: dict[str, Any]) -> TrainOptions:

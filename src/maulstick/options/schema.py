@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
@@ -45,11 +45,35 @@ class NetworkOptions:
     network_dropout: float | None = None
     """Chance (0 to 1) to drop each rank activation in training."""
     network_args: list[str] = field(default_factory=list)
-    """Further network arguments as key=value: conv_dim, conv_alpha, rank_dropout, module_dropout."""
+    """Further network arguments as key=value: conv_dim, conv_alpha and what follows here down to module_dropout."""
     conv_dim: int | None = None
     """Rank for 3x3 convolutions; without it they get no LoRA."""
     conv_alpha: float | None = None
     """Scale numerator for 3x3 convolutions (1 when conv_dim is set)."""
+    block_lr: list[str] = field(default_factory=list)
+    """Weights of learning rates by block: down.4-5=0.5 mid=0 up=sine other=1, or a preset such as OUTALL."""
+    down_lr_weight: str | None = None
+    """Weights of the blocks from input to middle: 12 numbers (SDXL 9), one number, or a curve such as cosine+0.2."""
+    mid_lr_weight: str | None = None
+    """Weight of the middle block (SDXL: one or three)."""
+    up_lr_weight: str | None = None
+    """Weights of the blocks from middle to output, as for down_lr_weight."""
+    block_lr_zero_threshold: float | None = None
+    """Weights that are not above this count as 0; a block of weight 0 gets no LoRA."""
+    block_dims: str | None = None
+    """Rank of each block: 25 whole numbers (SDXL 23), 0 for none."""
+    block_alphas: str | None = None
+    """Scale numerator of each block, as many numbers."""
+    conv_block_dims: str | None = None
+    """Rank of each block for 3x3 convolutions, as many numbers."""
+    conv_block_alphas: str | None = None
+    """Scale numerator of each block for 3x3 convolutions, as many numbers."""
+    loraplus_lr_ratio: float | None = None
+    """LoRA+: learning rate of the up factors as a multiple of that of the down factors; 16 is the paper's value."""
+    loraplus_unet_lr_ratio: float | None = None
+    """The same for the UNet alone."""
+    loraplus_text_encoder_lr_ratio: float | None = None
+    """The same for the text encoder alone."""
     rank_dropout: float | None = None
     """Chance (0 to 1) to drop a whole rank channel per image in training."""
     module_dropout: float | None = None
@@ -175,6 +199,29 @@ class ObjectiveOptions:
     """Add a per-channel offset to the noise, of this standard deviation, to reach dark and bright images."""
 
 
+@Parameter(name="*", group=Group.create_ordered("Gradient guardian"))
+@dataclass(frozen=True, kw_only=True)
+class GuardOptions:
+    grad_norm_mode: Literal["steady", "stable", "stable_no_threshoff", "gamble", "off"] | None = None
+    """How bad steps are told from good ones: steady without this option, unless the flags below say otherwise."""
+    skip_grad_norm: bool | None = None
+    """Skip steps whose gradient norm is above the moving threshold (mean + 2.5 deviations of 200 steps)."""
+    grad_norm_log: bool | None = None
+    """Write every step's norm and threshold into output_dir/gradient_logs+NAME.txt."""
+    grad_cosine_log: bool | None = None
+    """Add the similarity of each gradient to the one before to that log."""
+    skip_grad_norm_max: float | None = None
+    """Highest threshold, for gradients that still hold the loss scale."""
+    nan_to_window: bool | None = None
+    """Let NaN norms into the window of the threshold, which they switch off for 200 steps."""
+    inf_to_window: bool | None = None
+    """The same for infinite norms."""
+    skip_nan_immediate: Annotated[bool | None, Parameter(negative="--no-skip_nan_immediate")] = None
+    """Skip a step at once when its gradient is NaN; on where skip_grad_norm is."""
+    skip_inf_immediate: Annotated[bool | None, Parameter(negative="--no-skip_inf_immediate")] = None
+    """The same for infinite gradients."""
+
+
 @Parameter(name="*", group=Group.create_ordered("Samples while training"))
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
@@ -212,6 +259,7 @@ class TrainOptions:
     run: RunOptions = RunOptions()
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
     schedule: ScheduleOptions = ScheduleOptions()
+    guard: GuardOptions = GuardOptions()
     objective: ObjectiveOptions = ObjectiveOptions()
     sample: SampleOptions = SampleOptions()
     log: LogOptions = LogOptions()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from maulstick.errors import OptionError, nearest_name_hint
+from maulstick.guard.presets import removed_option_message
 from maulstick.options.config_file import Given
 from maulstick.options.sd_scripts_table import (
     DIFFERENCES,
@@ -54,6 +55,9 @@ def option_rows() -> Iterator[OptionRow]:
 
 def unknown_option_error(name: str, where: str, *, dashes: str = "") -> OptionError:
     """Return the error for a name that neither Maulstick nor sd-scripts has, with the nearest one that exists."""
+    removed = removed_option_message(name)
+    if removed is not None:
+        return OptionError(f"{removed} ({where})")
     known = [*option_types(), "config_file", *SD_SCRIPTS_OPTIONS]
     # A name that works is the better suggestion, even if one that is refused is as near.
     hint = nearest_name_hint(name, [*option_types(), "config_file"]) or nearest_name_hint(name, known)

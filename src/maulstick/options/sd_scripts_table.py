@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
+
+from maulstick.options.schema import GuardOptions
 
 Default = bool | int | float | str | tuple[()] | None
 """sd-scripts' default. Its type says what follows the name on a command line: a bool nothing, () any number of values,
@@ -253,9 +255,6 @@ _KOHYA_SS: dict[str, NoEffect | Refused | Renamed] = {
     "noise_offset_type": NoEffect("a note of kohya_ss to itself", scripts="kohya_ss"),
     "lowvram": NoEffect("sd-scripts does not have it either", False, scripts="kohya_ss"),
     "stop_text_encoder_training": NoEffect("sd-scripts ignores it too", 0, scripts="kohya_ss"),
-    "loraplus_lr_ratio": _later("LoRA+", also_off=(0,), scripts="kohya_ss"),
-    "loraplus_unet_lr_ratio": _later("LoRA+", also_off=(0,), scripts="kohya_ss"),
-    "loraplus_text_encoder_lr_ratio": _later("LoRA+", also_off=(0,), scripts="kohya_ss"),
 }
 
 SD_SCRIPTS_OPTIONS: Mapping[str, NoEffect | Refused | Renamed] = {
@@ -272,18 +271,16 @@ SD_SCRIPTS_OPTIONS: Mapping[str, NoEffect | Refused | Renamed] = {
 """Every option of sd-scripts' train_network, sdxl_train_network and sd3_train_network that is not in ``schema``, and
 the keys that kohya_ss adds to its configuration files."""
 
-SUPPORTED_NETWORK_ARGUMENTS = ("conv_dim", "conv_alpha", "rank_dropout", "module_dropout")
+SUPPORTED_NETWORK_ARGUMENTS = (
+    *("conv_dim", "conv_alpha", "rank_dropout", "module_dropout"),
+    *("block_lr", "down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold"),
+    *("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"),
+    *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"),
+)
 
-_BLOCKS_LATER = "ranks and learning rates by block are not supported yet; remove it"
 _LYCORIS = "belongs to LyCORIS, which is not supported; networks.lora is"
 
 NETWORK_ARGUMENTS: Mapping[str, str] = {
-    **dict.fromkeys(("down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold"), _BLOCKS_LATER),
-    **dict.fromkeys(("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"), _BLOCKS_LATER),
-    **dict.fromkeys(
-        ("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"),
-        "LoRA+ is not supported yet; remove it",
-    ),
     **dict.fromkeys(("algo", "preset", "factor", "use_tucker", "use_cp", "use_scalar", "decompose_both"), _LYCORIS),
     **dict.fromkeys(("rank_dropout_scale", "train_norm", "constrain", "rescaled", "dora_wd", "block_size"), _LYCORIS),
     "unit": "belongs to networks.dylora, which is not supported; networks.lora is",
@@ -302,6 +299,7 @@ NETWORK_MODULES: Mapping[str, str] = {
 }
 """What is to be said about sd-scripts' other network modules."""
 
+_GUARD_OPTIONS = frozenset(option.name for option in fields(GuardOptions))
 DIFFERENCES: Mapping[str, str] = {
     "network_module": "networks.lora is the only one, and the default",
     "network_dim": "default 4, as sd-scripts takes when none is given",
@@ -314,11 +312,13 @@ DIFFERENCES: Mapping[str, str] = {
     "lr_scheduler": "the six named in --help",
     "text_encoder_lr": "one rate: SD 1.x and 2.x have one text encoder",
     **dict.fromkeys(SUPPORTED_NETWORK_ARGUMENTS, "in sd-scripts only a key of network_args, which works too"),
+    "block_lr": "all weights by block in one table; sd-scripts has down_lr_weight, mid_lr_weight and up_lr_weight",
     "logging_dir": "may be left out: TensorBoard's files then go into output_dir/logs",
+    **dict.fromkeys(_GUARD_OPTIONS, "the gradient guardian"),
     "console": "terminal output",
     "config_file": "unknown names in it are errors",
 }
 """Options that Maulstick has too, with another default or a limit."""
 
-MAULSTICK_ONLY = frozenset({"console", *SUPPORTED_NETWORK_ARGUMENTS})
+MAULSTICK_ONLY = frozenset({"console", *_GUARD_OPTIONS, *SUPPORTED_NETWORK_ARGUMENTS})
 """Options that sd-scripts does not have under this name."""

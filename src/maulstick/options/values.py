@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import fields
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -14,6 +15,13 @@ from maulstick.errors import OptionError, nearest_name_hint
 from maulstick.options.schema import TrainOptions
 
 NUMBERS_ACCEPTED_AS_TEXT = frozenset({"resolution", "lr_warmup_steps"})
+LISTS_ACCEPTED_AS_TEXT = frozenset(
+    {
+        *("down_lr_weight", "mid_lr_weight", "up_lr_weight"),
+        *("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"),
+    }
+)
+"""Options that are a text with commas in sd-scripts; a file may give them as a number or a list of numbers."""
 
 
 @cache
@@ -35,7 +43,8 @@ def convert_toml_value(name: str, value: Any, where: str) -> Any:
     """Return the TOML value of option ``name`` in the type of its field.
 
     Numbers in quotes are taken as numbers (``"1e-4"``), and whole numbers may be written as ``8.0``. ``resolution`` may
-    be a number or a list of two; a list of rates may be one number.
+    be a number or a list of two; a list of rates may be one number; numbers by block may be a list. ``block_lr`` is a
+    table, the name of a preset, or the table's entries as texts.
 
     Raises:
         OptionError: the value has another type; the message names option, place, value and what was expected.
@@ -45,6 +54,10 @@ def convert_toml_value(name: str, value: Any, where: str) -> Any:
             return ",".join(str(_whole_number(side)) for side in value)
         if name in NUMBERS_ACCEPTED_AS_TEXT and _is_number(value):
             return str(value)
+        if name in LISTS_ACCEPTED_AS_TEXT and not isinstance(value, str):
+            return _with_commas(value)
+        if name == "block_lr":
+            return _table_entries(value)
         return _converted(value, option_types()[name])
     except _Unfit as unfit:
         raise OptionError(f"{name} = {_as_toml(value)} ({where}): expected {unfit.expected}.{unfit.hint}") from None
@@ -78,6 +91,29 @@ def _converted(value: Any, wanted: Any) -> Any:
     if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
         raise _Unfit('a list of texts such as ["key=value", "key=value"]')
     return value
+
+
+def _with_commas(value: Any) -> str:
+    items = value if isinstance(value, list) else [value]
+    if not items or not all(_is_number(item) or isinstance(item, str) for item in items):
+        raise _Unfit('a list of numbers, one number, or a text such as "0,0.5,1"')
+    return ",".join(map(str, items))
+
+
+def _table_entries(value: Any) -> list[str]:
+    """Return a table as ``KEY=VALUE`` texts; keys without quotes (``down.4 = 1``) make TOML nest it."""
+    if isinstance(value, str):
+        return re.split(r"\s+(?=[^\s=]+=)", value.strip())
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return value
+    if not isinstance(value, dict):
+        raise _Unfit('a table such as { "down.4-5" = 0.5, mid = 0, up = "sine" }, or the name of a preset')
+    entries = []
+    for key, item in value.items():
+        below = item if isinstance(item, dict) else {"": item}
+        for rest, weight in below.items():
+            entries.append(f"{key}.{rest}={_with_commas(weight)}" if rest else f"{key}={_with_commas(weight)}")
+    return entries
 
 
 def _boolean(value: Any) -> bool:

@@ -1,27 +1,28 @@
-"""Putting LoRA files on a loaded model, through diffusers' own loader."""
+"""Putting LoRA files on a loaded model, through diffusers' own loader, with strengths by block."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from maulstick.adapters.block_presets import BASE, BlockRatios, builtin_presets, resolve_ratios
 from maulstick.adapters.factors import LoraWeights
 from maulstick.adapters.files import assign_modules, data_hash, lora_tensors, read_lora_file
 from maulstick.errors import ModelError
 from maulstick.families.base import Family
 from maulstick.families.libraries import quiet_libraries
+from maulstick.tools.lora_choice import LoraChoice, parse_lora_choice
 
+__all__ = ["OUTSIDE", "AppliedLora", "LoraChoice", "apply_loras", "parse_lora_choice", "set_block_shares"]
 
-@dataclass(frozen=True)
-class LoraChoice:
-    """A LoRA file and the strength it is applied with."""
-
-    path: Path
-    weight: float
+OUTSIDE = ""
+"""Where modules of the denoiser are that lie in no block."""
 
 
 @dataclass(frozen=True)
@@ -30,60 +31,78 @@ class AppliedLora:
 
     Attributes:
         data_hash: sha256 of its tensor data, by which programs know it whatever its name and metadata.
-        modules: number of modules it changes.
+        modules_by_place: number of modules it changes in the text encoders (``BASE``), in each block, and outside of
+            all blocks (``OUTSIDE``).
         unmatched: names in the file that this model has no module for.
+        ratios: ratios by block; None where none were given.
+        adapter_name: its name on the networks.
     """
 
     choice: LoraChoice
     data_hash: str
-    modules: int
+    modules_by_place: Mapping[str, int]
     unmatched: tuple[str, ...]
+    ratios: BlockRatios | None
+    adapter_name: str
 
+    @property
+    def modules(self) -> int:
+        """Number of modules it changes."""
+        return sum(self.modules_by_place.values())
 
-def parse_lora_choice(text: str) -> LoraChoice:
-    """Read ``FILE`` or ``FILE:WEIGHT``; a colon that no number follows (as in ``C:\\file``) belongs to the name.
-
-    Raises:
-        ModelError: there is no such file.
-    """
-    path, weight = Path(text).expanduser(), 1.0
-    name, colon, number = text.rpartition(":")
-    if colon and not path.exists():
-        try:
-            weight = float(number)
-        except ValueError:
-            pass
-        else:
-            path = Path(name).expanduser()
-    if not path.is_file():
-        raise ModelError(
-            f"There is no LoRA file {path}. Give it as FILE or FILE:WEIGHT, such as style.safetensors:0.8."
+    def strengths(self, block_names: Sequence[str]) -> dict[str, float]:
+        """Return place -> strength, the ratios by block included. Modules outside of all blocks have no ratio."""
+        base, blocks = (
+            (1.0, [1.0] * len(block_names)) if self.ratios is None else (self.ratios.base, self.ratios.blocks)
         )
-    return LoraChoice(path, weight)
+        unet = self.choice.denoiser_strength
+        by_block = {name: unet * ratio for name, ratio in zip(block_names, blocks, strict=True)}
+        return {BASE: self.choice.text_encoder_strength * base, OUTSIDE: unet, **by_block}
 
 
-def apply_loras(family: Family, choices: Sequence[LoraChoice]) -> list[AppliedLora]:
-    """Put LoRA files on the live modules of ``family``, all active with their weights.
+def apply_loras(
+    family: Family,
+    choices: Sequence[LoraChoice],
+    *,
+    presets: Mapping[str, Sequence[str]] | None = None,
+    draw: random.Random | None = None,
+) -> list[AppliedLora]:
+    """Put LoRA files on the live modules of ``family``, all active with their strengths.
 
     Every module gets exactly the strength its file gives it: alphas are folded into the factors, because diffusers
     reads one alpha for a whole network.
 
+    Args:
+        presets: ratios by block by name, before those that there are anyway.
+        draw: where ratios that are to be drawn come from; fresh ones without it.
+
     Raises:
         ModelError: a file is no LoRA, is damaged, or was made for a model of other sizes.
+        OptionError: ratios by block are unusable.
     """
     if not choices:
         return []
+    layout = family.block_layout()
+    known = {**builtin_presets(layout), **(presets or {})}
+    draw = draw or random.Random()
+    # Read before anything is put on the model.
+    ratios = [
+        None
+        if choice.lbw is None
+        else resolve_ratios(choice.lbw, layout, known, where=f"--lora {choice.path}: lbw", draw=draw, x=choice.x)
+        for choice in choices
+    ]
     pipeline = family.pipeline("euler")
-    components: dict[str, nn.Module] = {family.denoiser_naming.component: family.denoiser, **family.text_encoders}
+    networks = _networks(family)
     modules = {
         component: {
             path: module for path, module in network.named_modules() if isinstance(module, nn.Linear | nn.Conv2d)
         }
-        for component, network in components.items()
+        for component, network in networks.items()
     }
     table = family.key_names.table(modules)
-    applied, names = [], []
-    for place, choice in enumerate(choices):
+    applied = []
+    for number, (choice, own_ratios) in enumerate(zip(choices, ratios, strict=True)):
         file = read_lora_file(choice.path)
         assigned = assign_modules(file, table, family.name)
         fitted = {
@@ -93,20 +112,45 @@ def apply_loras(family: Family, choices: Sequence[LoraChoice]) -> list[AppliedLo
             for component, part in assigned.components.items()
         }
         # peft refuses a dot in an adapter's name, so the file's own name will not do.
-        names.append(f"lora_{place}")
+        name = f"lora_{number}"
         # It would warn about a LoRA without a text encoder part, which is the usual kind.
-        with quiet_libraries(), warnings.catch_warnings():
-            # Several adapters on one model are meant.
-            warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-            pipeline.load_lora_weights(
-                lora_tensors(fitted, family.key_names, folding="no_alpha"), adapter_name=names[-1]
-            )
-        count = sum(len(part) for part in fitted.values())
-        applied.append(AppliedLora(choice, data_hash(choice.path), count, tuple(assigned.unmatched)))
-    pipeline.set_adapters(names, adapter_weights=[choice.weight for choice in choices])
-    for network in components.values():
+        with quiet_libraries():
+            pipeline.load_lora_weights(lora_tensors(fitted, family.key_names, folding="no_alpha"), adapter_name=name)
+        places = Counter(_place(family, component, path) for component, part in fitted.items() for path in part)
+        unmatched = tuple(assigned.unmatched)
+        applied.append(AppliedLora(choice, data_hash(choice.path), places, unmatched, own_ratios, name))
+    pipeline.set_adapters([lora.adapter_name for lora in applied])
+    set_block_shares(family, applied)
+    for network in networks.values():
         network.requires_grad_(False)
     return applied
+
+
+def set_block_shares(family: Family, applied: Sequence[AppliedLora], shares: Mapping[str, float] | None = None) -> None:
+    """Let every module act with its strength, times the share of its place where one is given (1 elsewhere).
+
+    Args:
+        shares: a block's name or ``BASE`` -> factor.
+    """
+    block_names = family.block_names()
+    strengths = {lora.adapter_name: lora.strengths(block_names) for lora in applied}
+    for component, network in _networks(family).items():
+        for path, module in network.named_modules():
+            if isinstance(module, LoraLayer):
+                place = _place(family, component, path)
+                for name, by_place in strengths.items():
+                    module.set_scale(name, by_place[place] * (shares or {}).get(place, 1.0))
+
+
+def _networks(family: Family) -> dict[str, nn.Module]:
+    return {family.denoiser_naming.component: family.denoiser, **family.text_encoders}
+
+
+def _place(family: Family, component: str, path: str) -> str:
+    if component != family.denoiser_naming.component:
+        return BASE
+    index = family.block_index(path)
+    return OUTSIDE if index is None else family.block_names()[index]
 
 
 def _fitted(file: Path, path: str, weights: LoraWeights, module: nn.Linear | nn.Conv2d) -> LoraWeights:

@@ -10,12 +10,16 @@ from typing import get_args
 
 import torch
 
+from maulstick.adapters.block_presets import read_presets
+from maulstick.adapters.block_weights import BlockLayout, block_list
 from maulstick.errors import OptionError
 from maulstick.families.load import load_family
 from maulstick.options.generate import GenerateOptions, OutputOptions, PictureOptions, Sampler
-from maulstick.tools.apply_lora import AppliedLora, apply_loras, parse_lora_choice
+from maulstick.tools.apply_lora import OUTSIDE, AppliedLora, apply_loras
+from maulstick.tools.block_sheet import draw_block_sheets
 from maulstick.tools.drawing import Picture, draw_pictures
 from maulstick.tools.grid import labelled_grid
+from maulstick.tools.lora_choice import parse_lora_choice
 from maulstick.tools.picture_files import PictureFacts, UsedLora, write_new_picture
 from maulstick.tools.prompts import Prompt, check_prompts, default_prompt, parse_prompt, read_prompts
 
@@ -41,15 +45,20 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
     """
     prompts = _collect_prompts(options.picture)
     choices = [parse_lora_choice(text) for text in options.lora.lora]
+    presets = {} if options.lora.lbw_presets is None else read_presets(options.lora.lbw_presets)
+    if options.output.grid == "block" and not choices:
+        raise OptionError("--grid block shows the blocks of a LoRA. Give a file with --lora, or use --grid alone.")
     device, precision = _device(options.output), options.output.precision
     if precision == "auto":
         precision = "fp16" if device.type == "cuda" else "float"
     family = load_family(options.model, device=device, dtype=_DTYPES[precision])
     for note in family.notes:
         say(note)
-    loras = apply_loras(family, choices)
+    # A run that is repeated with its seed draws the same weights.
+    draw = random.Random(options.picture.seed)
+    loras = apply_loras(family, choices, presets=presets, draw=draw)
     for lora in loras:
-        say(_describe(lora))
+        say(_describe(lora, family.block_layout()))
     jobs = _complete(prompts, options.picture, family.native_size)
     for prompt in prompts:
         for unused in prompt.unused:
@@ -59,8 +68,10 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
         precision=precision,
         vae=Path(options.model.vae).stem if options.model.vae else None,
         clip_skip=options.model.clip_skip,
-        loras=[UsedLora(lora.choice.path.stem, lora.choice.weight, lora.data_hash) for lora in loras],
+        loras=[_used(lora) for lora in loras],
     )
+    if options.output.grid == "block":
+        return draw_block_sheets(family, loras, jobs, options, facts, say)
     pictures: list[Picture] = []
     paths: list[Path] = []
 
@@ -126,8 +137,39 @@ def _device(options: OutputOptions) -> torch.device:
     return device
 
 
-def _describe(lora: AppliedLora) -> str:
-    text = f"{lora.choice.path} at {lora.choice.weight:g}: {lora.modules} modules"
+def _used(lora: AppliedLora) -> UsedLora:
+    choice, ratios = lora.choice, lora.ratios
+    return UsedLora(
+        choice.path.stem,
+        choice.weight,
+        lora.data_hash,
+        text_encoder_weight=choice.text_encoder_weight,
+        unet_weight=choice.denoiser_weight,
+        lbw=choice.lbw,
+        lbw_values=None if ratios is None else ratios.values,
+    )
+
+
+def _describe(lora: AppliedLora, layout: BlockLayout) -> str:
+    choice = lora.choice
+    text = f"{choice.path} at {choice.weight:g}"
+    if choice.text_encoder_weight is not None:
+        text += f", text encoder {choice.text_encoder_weight:g}"
+    if choice.denoiser_weight is not None:
+        text += f", UNet {choice.denoiser_weight:g}"
+    if lora.ratios is not None:
+        text += f", lbw {','.join(f'{value:g}' for value in lora.ratios.values)}"
+    text += f": {lora.modules} modules"
+    strengths = lora.strengths(layout.names)
+    acting = sum(count for place, count in lora.modules_by_place.items() if strengths[place])
+    if acting < lora.modules:
+        text += f", {acting} of them at a strength other than 0"
+    if lora.ratios is not None:
+        not_listed = [index for index in lora.ratios.not_listed if lora.modules_by_place.get(layout.names[index])]
+        if not_listed:
+            text += f"; {block_list(not_listed, layout)} have no place in a list of {len(lora.ratios.values)} and get 0"
+        if outside := lora.modules_by_place.get(OUTSIDE):
+            text += f"; {outside} are in no block and keep their strength"
     if lora.unmatched:
         text += (
             f"; {len(lora.unmatched)} have no place in this model and are left out ({', '.join(lora.unmatched[:3])})"

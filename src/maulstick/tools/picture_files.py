@@ -32,11 +32,31 @@ PARAMETERS_KEY = "parameters"
 
 @dataclass(frozen=True)
 class UsedLora:
-    """A LoRA as pictures name it; ``data_hash`` is the sha256 of its tensor data."""
+    """A LoRA as pictures name it.
+
+    Attributes:
+        data_hash: sha256 of its tensor data.
+        text_encoder_weight, unet_weight: where these differ from ``weight``.
+        lbw: weights by block as they were given: a preset's name or a list.
+        lbw_values: the same as numbers, in the order of the LoRA Block Weight extension.
+    """
 
     name: str
     weight: float
     data_hash: str
+    text_encoder_weight: float | None = None
+    unet_weight: float | None = None
+    lbw: str | None = None
+    lbw_values: tuple[float, ...] | None = None
+
+    def tag(self) -> str:
+        """Return it as the web UI's prompts name it: ``<lora:NAME:TE:UNET:lbw=…>``."""
+        text_encoder = self.weight if self.text_encoder_weight is None else self.text_encoder_weight
+        unet = self.weight if self.unet_weight is None else self.unet_weight
+        parts = [f"{text_encoder:g}"] if text_encoder == unet else [f"{text_encoder:g}", f"{unet:g}"]
+        if self.lbw_values is not None:
+            parts.append("lbw=" + ",".join(f"{value:g}" for value in self.lbw_values))
+        return f"<lora:{self.name}:{':'.join(parts)}>"
 
 
 @dataclass(frozen=True)
@@ -55,7 +75,7 @@ def parameters_text(prompt: Prompt, facts: PictureFacts) -> str:
 
     The prompt, a line with the negative prompt if there is one, and a line of "Name: value" pairs.
     """
-    tags = "".join(f" <lora:{lora.name}:{lora.weight:g}>" for lora in facts.loras)
+    tags = "".join(f" {lora.tag()}" for lora in facts.loras)
     sampler = prompt.sampler or ""
     values: dict[str, object] = {
         "Steps": prompt.steps,
@@ -95,7 +115,7 @@ def picture_record(prompt: Prompt, facts: PictureFacts) -> dict[str, Any]:
         "vae": facts.vae,
         "clip_skip": facts.clip_skip,
         "precision": facts.precision,
-        "loras": [vars(lora) for lora in facts.loras],
+        "loras": [{key: value for key, value in vars(lora).items() if value is not None} for lora in facts.loras],
     }
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from maulstick.adapters.lean import LoraDropout
-from maulstick.adapters.lora import apply_max_norm, inject_lora, load_lora_state, lora_parameters
+from maulstick.adapters.lora import LoraParameter, apply_max_norm, inject_lora, load_lora_state, lora_parameters
+from maulstick.adapters.targets import LoraTarget
 from maulstick.train.optim import RateGroup
-from maulstick.train.prepare import Prepared, log_names_of
+from maulstick.train.prepare import Prepared
+from maulstick.train.rates import ComponentRates
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class AttachedAdapter:
 
     Attributes:
         networks: component -> network that carries LoRA.
-        groups: one group per component, with its learning rate.
+        groups: parameters by learning rate: one group per component, or one per text encoder and block; under LoRA+
+            two, the second for the up factors.
         named_parameters: every trained parameter, named by component, module and factor.
         notes: lines for the user.
     """
@@ -36,7 +39,7 @@ def attach_adapter(prepared: Prepared) -> AttachedAdapter:
     dropout = LoraDropout(
         neuron=network.network_dropout or 0.0, rank=network.rank_dropout or 0.0, module=network.module_dropout or 0.0
     )
-    family, log_names = prepared.family, log_names_of(prepared.family)
+    family = prepared.family
     adapter = AttachedAdapter({}, [], [], [])
     for name, targets in prepared.targets.items():
         root = family.denoiser if name == family.denoiser_naming.component else family.text_encoders[name]
@@ -50,8 +53,19 @@ def attach_adapter(prepared: Prepared) -> AttachedAdapter:
         parameters = lora_parameters(root)
         adapter.networks[name] = root
         adapter.named_parameters.extend((f"{name}.{p.name}", p.parameter) for p in parameters)
-        adapter.groups.append(RateGroup(log_names[name], prepared.rates[name], [p.parameter for p in parameters]))
+        adapter.groups.extend(_rate_groups(prepared.rates[name], targets, parameters))
     return adapter
+
+
+def _rate_groups(
+    rates: ComponentRates, targets: Sequence[LoraTarget], parameters: Sequence[LoraParameter]
+) -> list[RateGroup]:
+    by_path = {target.path: target for target in targets}
+    members: dict[tuple[str, float], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        group = rates.group_of(by_path[parameter.path], parameter.role)
+        members.setdefault(group, []).append(parameter.parameter)
+    return [RateGroup(name, rate, found) for (name, rate), found in members.items()]
 
 
 def bound_norms(networks: Mapping[str, nn.Module], limit: float | None) -> dict[str, float]:

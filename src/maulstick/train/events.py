@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from maulstick.files_io import set_aside
 
@@ -27,24 +28,49 @@ def json_value(value: Any) -> Any:
 class EventLog:
     """Appends events to a file; every line is on its way to the disk before the call returns.
 
-    A log of an earlier run under the same name is set aside, never overwritten.
+    A log of an earlier run under the same name is set aside, never overwritten. A disk that cannot take a line does not
+    end the run: the lines are held and written when there is room again, and ``on_trouble`` is told once.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, on_trouble: Callable[[str], None] = lambda text: None) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self.earlier = set_aside(path)
-        self._file: TextIO | None = path.open("w", encoding="utf-8", buffering=1)
+        self._on_trouble = on_trouble
+        self._in_trouble = False
+        self._held: list[str] = []
+        self._file: Any = path.open("ab", buffering=0)
 
     def write(self, event: str, **fields: Any) -> None:
         """Append one event with the current time in seconds since 1970."""
         if self._file is None:
             return
         row = {"event": event, "time": round(time.time(), 3), **json_value(fields)}
-        self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+        self._held.append(json.dumps(row, ensure_ascii=False) + "\n")
+        self._write_held()
+
+    def _write_held(self) -> None:
+        data = "".join(self._held).encode()
+        try:
+            start = self._file.tell()
+            written = self._file.write(data)
+            if written != len(data):
+                # Half a line would make the file unreadable from there on.
+                self._file.truncate(start)
+                raise OSError(28, "No space left on device")
+        except OSError as error:
+            if not self._in_trouble:
+                self._in_trouble = True
+                self._on_trouble(f"{self.path} cannot be written ({error.strerror or error}); lines are kept for later")
+            return
+        self._held.clear()
+        self._in_trouble = False
 
     def close(self) -> None:
+        """Write what is held, if that is possible now, and close the file."""
         if self._file is not None:
+            if self._held:
+                self._write_held()
             self._file.close()
             self._file = None
 

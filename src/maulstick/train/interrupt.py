@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
-from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -15,8 +15,7 @@ class StopSignals:
     Outside the main thread, where Python cannot take signals, it does nothing.
     """
 
-    def __init__(self, on_request: Callable[[str], None] = lambda reason: None) -> None:
-        self._on_request = on_request
+    def __init__(self) -> None:
         self._reason: str | None = None
         self._earlier: dict[int, Any] = {}
 
@@ -41,4 +40,5 @@ class StopSignals:
         if self._reason is not None:
             raise KeyboardInterrupt(f"second {name}")
         self._reason = name
-        self._on_request(name)
+        # Straight to the descriptor: printing could meet a print that the signal interrupted.
+        os.write(2, f"\n{name}: finishing this step, then saving ...\n".encode())

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from maulstick.data.batches import BatchSchedule, MicroBatch
@@ -20,8 +21,8 @@ from maulstick.families.base import Family
 from maulstick.guard import GradientGuard, StepOutcome, guarded_step
 from maulstick.options.schema import TrainOptions
 from maulstick.train.console import RunConsole, StepLine
-from maulstick.train.events import EventLog, NoLog
 from maulstick.train.objective import image_losses, make_noisy
+from maulstick.train.records import RunRecords
 from maulstick.train.schedule import Factor
 from maulstick.train.seeds import derive_seed
 
@@ -49,8 +50,7 @@ class LoopParts:
     guard: GradientGuard
     total_steps: int
     console: RunConsole
-    log: EventLog | NoLog
-    track: Callable[[dict[str, float], int], None]
+    records: RunRecords
     save: Callable[[str, int, int], None]
     sample: Callable[[str, int], None] | None
     after_update: Callable[[], dict[str, float]]
@@ -63,6 +63,7 @@ class LoopState:
 
     step: int = 0
     epoch: int = 0
+    step_in_epoch: int = 0
     skipped: int = 0
     stopped_by: str | None = None
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=100))
@@ -92,7 +93,7 @@ class TrainingLoop:
                 self._save_and_sample_after_step()
                 state.stopped_by = self._agreed_stop()
                 if window[-1][0].number == parts.batches.batches_per_epoch - 1:
-                    state.epoch += 1
+                    state.epoch, state.step_in_epoch = state.epoch + 1, 0
                     self._save_and_sample_after_epoch()
                 if state.step >= parts.total_steps or state.stopped_by is not None:
                     break
@@ -106,7 +107,7 @@ class TrainingLoop:
         loss = self.accumulate_gradients(window, images)
         outcome = self.update(window, loss)
         extra = self.parts.after_update() if outcome.stepped else {}
-        self._record(window, float(loss), outcome, extra, time.perf_counter() - started)
+        self._record(window, outcome, extra, time.perf_counter() - started)
         return outcome
 
     def accumulate_gradients(self, window: Window, images: float) -> Tensor:
@@ -115,19 +116,23 @@ class TrainingLoop:
         total = torch.zeros((), device=parts.accelerator.device)
         for place, (batch, latents) in enumerate(window):
             # Reseeding makes every draw of this micro-batch, dropout included, a function of its place in the run.
-            torch.manual_seed(derive_seed(parts.seed, "step", self.state.step, place, parts.accelerator.process_index))
+            at = (self.state.step, place, parts.accelerator.process_index)
+            torch.manual_seed(derive_seed(parts.seed, "dropout", *at))
+            noise = torch.Generator().manual_seed(derive_seed(parts.seed, "noise", *at))
             with self._gradient_exchange(last=place == len(window) - 1):
-                loss = self.forward(batch, latents).sum() / images
+                loss = self.forward(batch, latents, noise).sum() / images
+                if not loss.requires_grad:
+                    # module_dropout left every module out; the gradient is zero, but there must be one.
+                    loss = loss + sum((parameter * 0).sum() for _, parameter in parts.named_parameters)
                 parts.scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
-    def forward(self, batch: MicroBatch, latents: Tensor) -> Tensor:
-        """Return the weighted loss of each image of a micro-batch, shape (B,)."""
+    def forward(self, batch: MicroBatch, latents: Tensor, generator: torch.Generator) -> Tensor:
+        """Return the weighted loss of each image of a micro-batch, shape (B,). Noise comes from the generator."""
         parts = self.parts
         device = parts.accelerator.device
         captions = [item.caption for item in batch.items]
-        generator = torch.Generator().manual_seed(torch.initial_seed())
         noisy = make_noisy(parts.family, latents.to(device), parts.options.objective, generator)
         if parts.text_states is not None:
             text = {"conditioning": parts.text_states.states_for(captions)}
@@ -202,11 +207,13 @@ class TrainingLoop:
 
     # --- what is written down ----------------------------------------------------------------------------------------
 
-    def _record(
-        self, window: Window, loss: float, outcome: StepOutcome, extra: dict[str, float], seconds: float
-    ) -> None:
+    def _record(self, window: Window, outcome: StepOutcome, extra: dict[str, float], seconds: float) -> None:
         parts, state = self.parts, self.state
+        # The guard has read the loss, over all processes, together with the norm: no second wait for the device.
+        loss = math.nan if outcome.verdict.loss is None else outcome.verdict.loss
+        parts.records.gradient(state.epoch, state.step_in_epoch, outcome.verdict)
         state.step += 1
+        state.step_in_epoch += 1
         state.skipped += outcome.skipped
         if math.isfinite(loss):
             state.recent_losses.append(loss)
@@ -217,31 +224,33 @@ class TrainingLoop:
             "loss/average": average,
             **rates,
             "norm/grad": outcome.verdict.norm,
+            "norm/threshold": outcome.verdict.threshold,
             "train/skipped_steps": float(state.skipped),
             **extra,
         }
         if parts.scaler.is_enabled():
             values["train/loss_scale"] = parts.scaler.get_scale()
-        parts.track(values, state.step)
-        parts.log.write(
-            "step", **{"train/steps": state.step, "epoch": state.epoch, **values, "seconds": round(seconds, 4)}
-        )
+        parts.records.step(values, step=state.step, epoch=state.epoch, seconds=seconds)
         if outcome.skipped:
             self._report_skip(window, outcome)
         for alarm in outcome.alarms:
             parts.console.say(f"step {state.step}: {alarm}")
-            parts.log.write("alarm", step=state.step, text=alarm)
+            parts.records.events.write("alarm", step=state.step, text=alarm)
         rate = next(iter(rates.values()))
         parts.console.advance(line=StepLine(average, outcome.verdict.norm, rate, state.skipped))
 
     def _report_skip(self, window: Window, outcome: StepOutcome) -> None:
+        images = [str(item.record.path) for batch, _ in window for item in batch.items]
+        if self.parts.accelerator.num_processes > 1:
+            # All processes skip together, and the bad image may be on any of them.
+            images = gather_object(images)
         self.parts.console.say(f"step {self.state.step} skipped: {outcome.describe()}")
-        self.parts.log.write(
+        self.parts.records.events.write(
             "skip",
             step=self.state.step,
             reason=str(outcome.verdict.reason),
             text=outcome.describe(),
-            images=[str(item.record.path) for batch, _ in window for item in batch.items],
+            images=images,
         )
 
     def _save_and_sample_after_step(self) -> None:

@@ -93,7 +93,11 @@ def check_rates(name: str, info: OptimizerInfo, groups: Sequence[RateGroup]) -> 
     """Refuse groups of different rates where the optimizer would silently use one."""
     rates = {group.learning_rate for group in groups}
     if len(rates) > 1 and not info.honours_group_rates:
-        shown = ", ".join(f"{group.name} {group.learning_rate:g}" for group in groups)
+        by_rate = sorted(groups, key=lambda group: group.learning_rate)
+        named = groups if len(groups) <= 4 else (by_rate[0], by_rate[-1])
+        shown = ", ".join(f"{group.name} {group.learning_rate:g}" for group in named)
+        if len(named) < len(groups):
+            shown = f"{len(groups)} groups, lowest and highest: {shown}"
         other = "ProdigyPlusScheduleFree" if info.estimates_rate else "AdamW"
         raise OptionError(
             f"optimizer_type '{name}' uses one step size for everything and would ignore the different learning rates "

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from maulstick import __version__
-from maulstick.adapters.files import lora_tensors, save_lora_file
-from maulstick.adapters.key_names import KeyNames
+from maulstick.adapters.files import file_hash, legacy_file_hash, lora_tensors, save_lora_file
 from maulstick.adapters.lora import lora_state
 from maulstick.adapters.metadata import BaseModelFacts, DatasetFacts, LoraRunFacts, ModelSpecFacts, build_metadata
 from maulstick.data.summary import bucket_info, dataset_dirs, datasets_metadata, tag_frequency
@@ -36,12 +36,12 @@ class LoraOutput:
     options: TrainOptions
     plan: Plan
     family: Family
-    key_names: KeyNames
     components: Mapping[str, nn.Module]
     seed: int
     dataset: DatasetFacts
     started_at: float = field(default_factory=time.time)
     written: dict[Path, Path | None] = field(default_factory=dict)
+    _hashes_of: dict[Path, tuple[str, str]] = field(default_factory=dict)
 
     def path(self, label: str | None) -> Path:
         """Return the path of the final file (no label) or of an intermediate one."""
@@ -50,14 +50,17 @@ class LoraOutput:
             raise ValueError("output_dir is checked when options are read")
         return run.output_dir / f"{run.output_name}{f'-{label}' if label else ''}.safetensors"
 
-    def save(self, label: str | None, *, step: int, epoch: int) -> Path:
-        """Write the file. Raises ModelError when a trained value is not finite, OSError when the disk refuses."""
+    def save(self, label: str | None, *, step: int, epoch: int, dtype: torch.dtype | None = None) -> Path:
+        """Write the file, in ``save_precision`` or ``dtype``.
+
+        Raises ModelError when a trained value is not finite in that format, OSError when the disk refuses.
+        """
         path = self.path(label)
         if path not in self.written:
             self.written[path] = set_aside(path)
         states = {name: lora_state(network) for name, network in self.components.items()}
-        dtype = DTYPES[self.options.run.save_precision or "float"]
-        save_lora_file(path, lora_tensors(states, self.key_names, dtype), self.metadata(step, epoch))
+        dtype = dtype or DTYPES[self.options.run.save_precision or "float"]
+        save_lora_file(path, lora_tensors(states, self.family.key_names, dtype), self.metadata(step, epoch))
         return path
 
     def metadata(self, step: int, epoch: int) -> dict[str, str]:
@@ -69,8 +72,8 @@ class LoraOutput:
         facts = LoraRunFacts(
             base_model_version=self.family.base_model_version,
             v2=self.family.base_model_version.startswith("sd_v2"),
-            network_dim=o.network.network_dim,
-            network_alpha=o.network.network_alpha,
+            network_dim=_common([component.rank for component in plan.components]),
+            network_alpha=_common([component.alpha for component in plan.components]),
             network_args=network_arguments,
             network_dropout=o.network.network_dropout,
             output_name=o.run.output_name,
@@ -82,10 +85,7 @@ class LoraOutput:
                 prediction_type="v" if self.family.prediction_type == "v_prediction" else "epsilon",
                 encoder_layer=o.model.clip_skip,
             ),
-            base_model=BaseModelFacts(
-                sd_model_name=Path(o.model.pretrained_model_name_or_path or "").name,
-                vae_name=Path(o.model.vae).name if o.model.vae else None,
-            ),
+            base_model=self._base_model_facts(),
             dataset=self.dataset,
             session_id=session_id,
             training_started_at=self.started_at,
@@ -98,6 +98,27 @@ class LoraOutput:
             **self._objective_facts(),
         )
         return build_metadata(facts, no_metadata=o.run.no_metadata)
+
+    def _base_model_facts(self) -> BaseModelFacts:
+        model = Path(self.options.model.pretrained_model_name_or_path or "")
+        vae = Path(self.options.model.vae) if self.options.model.vae else None
+        model_hashes, vae_hashes = self._hashes(model), self._hashes(vae)
+        return BaseModelFacts(
+            sd_model_name=model.name,
+            sd_model_hash=model_hashes[0],
+            new_sd_model_hash=model_hashes[1],
+            vae_name=vae.name if vae else None,
+            vae_hash=vae_hashes[0],
+            new_vae_hash=vae_hashes[1],
+        )
+
+    def _hashes(self, path: Path | None) -> tuple[str | None, str | None]:
+        """Return a single file's old and new hash, computed once a run; sd-scripts has none for folders either."""
+        if path is None or not path.is_file():
+            return None, None
+        if path not in self._hashes_of:
+            self._hashes_of[path] = legacy_file_hash(path), file_hash(path)
+        return self._hashes_of[path]
 
     def _rate_facts(self) -> dict[str, Any]:
         o = self.options
@@ -138,6 +159,11 @@ class LoraOutput:
             "noise_offset": o.objective.noise_offset,
             "scale_weight_norms": o.network.scale_weight_norms,
         }
+
+
+def _common(values: Sequence[int | float | None]) -> Any:
+    """Return the value that all components share, or what sd-scripts' tools write for mixed ones."""
+    return values[0] if values and values[0] is not None and len(set(values)) == 1 else "Dynamic"
 
 
 def dataset_facts(prepared: Prepared) -> DatasetFacts:

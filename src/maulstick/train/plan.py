@@ -10,7 +10,8 @@ from typing import Any
 
 from maulstick.adapters.targets import LoraTarget
 from maulstick.data.findings import Finding
-from maulstick.options.schema import OptimizerOptions, TrainOptions
+from maulstick.options.schema import TrainOptions
+from maulstick.train.rates import ComponentRates
 
 
 @dataclass(frozen=True)
@@ -18,12 +19,15 @@ class ComponentPlan:
     """One network with LoRA: how many modules and values, and how fast they learn.
 
     Attributes:
+        learning_rate: before weights by block and LoRA+'s ratio.
+        groups: name in the log -> learning rate of each parameter group.
         scale: ``alpha / rank``, by which the update is multiplied; None where modules differ.
     """
 
     component: str
     log_name: str
     learning_rate: float
+    groups: Mapping[str, float]
     modules: int
     parameters: int
     rank: int | None
@@ -58,6 +62,7 @@ class Plan:
     optimizer: str
     components: Sequence[ComponentPlan]
     modules_per_block: Mapping[int, int]
+    block_lr_weights: Sequence[float] | None
     block_names: Sequence[str]
     precision: str
     device: str
@@ -86,24 +91,15 @@ class Plan:
         }
 
 
-def component_rates(optimizer: OptimizerOptions, text_encoders: Sequence[str]) -> tuple[float, dict[str, float]]:
-    """Return the denoiser's learning rate and that of each text encoder."""
-    unet = optimizer.learning_rate if optimizer.unet_lr is None else optimizer.unet_lr
-    given = optimizer.text_encoder_lr or []
-    rates = {}
-    for place, name in enumerate(text_encoders):
-        rates[name] = given[min(place, len(given) - 1)] if given else optimizer.learning_rate
-    return unet, rates
-
-
-def component_plan(log_name: str, learning_rate: float, targets: Sequence[LoraTarget]) -> ComponentPlan:
+def component_plan(rates: ComponentRates, targets: Sequence[LoraTarget]) -> ComponentPlan:
     """Sum up the targets of one component."""
     ranks, alphas = {t.dim for t in targets}, {t.alpha for t in targets}
     scales = {t.alpha / t.dim for t in targets}
     return ComponentPlan(
         component=targets[0].component,
-        log_name=log_name,
-        learning_rate=learning_rate,
+        log_name=rates.log_name,
+        learning_rate=rates.learning_rate,
+        groups=rates.groups(targets),
         modules=len(targets),
         parameters=sum(target.parameter_count for target in targets),
         rank=ranks.pop() if len(ranks) == 1 else None,
@@ -135,6 +131,29 @@ def alpha_sentence(component: ComponentPlan) -> str:
     return text
 
 
+def groups_sentence(component: ComponentPlan) -> str:
+    """Say how the learning rates of the groups differ from that of the whole; nothing where there is one group."""
+    if len(component.groups) == 1:
+        return ""
+    rates = component.groups.values()
+    return f" (from {min(rates):g} to {max(rates):g} in {len(rates)} groups)"
+
+
+def weights_sentence(weights: Sequence[float], names: Sequence[str]) -> str:
+    """List the weights by block, neighbours of equal weight as a range."""
+    runs: list[list[int]] = []
+    for index, weight in enumerate(weights):
+        if runs and weight == weights[runs[-1][0]]:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    parts = []
+    for run in runs:
+        name = names[run[0]] if len(run) == 1 else f"{names[run[0]]}-{names[run[-1]]}"
+        parts.append(f"{name} {weights[run[0]]:.3g}")
+    return ", ".join(parts)
+
+
 def plan_lines(plan: Plan) -> list[str]:
     """Return the plan as lines of plain text."""
     width, height = plan.resolution
@@ -160,11 +179,13 @@ def plan_lines(plan: Plan) -> list[str]:
     for component in plan.components:
         lines.append(
             f"trains     {component.component}: {component.modules} modules, {component.parameters:,} values, "
-            f"learning rate {component.learning_rate:g}; {alpha_sentence(component)}"
+            f"learning rate {component.learning_rate:g}{groups_sentence(component)}; {alpha_sentence(component)}"
         )
     blocks = " ".join(f"{plan.block_names[b]}:{n}" for b, n in plan.modules_per_block.items() if n)
     if blocks:
         lines.append(f"blocks     {blocks}")
+    if plan.block_lr_weights is not None:
+        lines.append(f"weights    {weights_sentence(plan.block_lr_weights, plan.block_names)}")
     warmup = f", warm-up {plan.warmup_steps} steps" if plan.warmup_steps else ""
     lines.append(f"optimizer  {plan.optimizer}, {plan.lr_scheduler}{warmup}")
     lines.append(f"device     {plan.device}, precision {plan.precision}, seed {plan.seed}")

@@ -2,43 +2,42 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import TypeVar, get_args, get_type_hints
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from maulstick import __version__
-from maulstick.adapters.key_names import SD_KEY_NAMES
 from maulstick.data.cache import TextStateCache
 from maulstick.data.captions import possible_captions
 from maulstick.data.findings import Finding
 from maulstick.data.index import Progress
 from maulstick.data.latents import CachedLatents, FreshLatents, LatentSource
-from maulstick.errors import MaulstickError
+from maulstick.errors import ModelError, OptionError
 from maulstick.guard import GradientGuard
+from maulstick.options.check import guard_config
 from maulstick.options.load import LoadedOptions
 from maulstick.options.schema import SampleOptions, flat_values
 from maulstick.tools.picture_files import PictureFacts
 from maulstick.tools.prompts import Prompt, check_prompts, read_prompts
 from maulstick.train.adapter import attach_adapter, bound_norms
 from maulstick.train.console import RunConsole, make_console
-from maulstick.train.events import EventLog, NoLog
 from maulstick.train.interrupt import StopSignals
 from maulstick.train.loop import LoopParts, LoopState, TrainingLoop
-from maulstick.train.optim import build_optimizer, resolve_optimizer
+from maulstick.train.optim import build_optimizer
 from maulstick.train.output import LoraOutput, dataset_facts
 from maulstick.train.plan import plan_lines
 from maulstick.train.precision import gradient_scaler
 from maulstick.train.prepare import Prepared, draw_seed, make_plan, must_use_cpu, prepare
+from maulstick.train.records import RunRecords
 from maulstick.train.sample import SampleError, draw_samples
 from maulstick.train.schedule import learning_rate_factor
-from maulstick.train.trackers import open_trackers
 from maulstick.train.trainee import Trainee
 
 Result = TypeVar("Result")
@@ -73,23 +72,32 @@ class TrainingRun:
         self.options = loaded.options
         self.accelerator = Accelerator(
             cpu=must_use_cpu(),
-            kwargs_handlers=[DistributedDataParallelKwargs(find_unused_parameters=self._may_leave_parameters_unused())]
+            # Precision is ours (precision.py); a saved configuration of accelerate must not add its own.
+            mixed_precision="no",
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(find_unused_parameters=self._may_leave_parameters_unused()),
+                # Caching and sampling on one process take longer than the usual ten minutes.
+                InitProcessGroupKwargs(timeout=timedelta(hours=12)),
+            ],
         )
-        quiet = not self.accelerator.is_main_process
-        self.console = console or make_console("quiet" if quiet else self.options.log.console)
-        self.started_at = time.time()
-        self.log: EventLog | NoLog = NoLog()
+        if self.accelerator.distributed_type.value in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+            raise OptionError(
+                f"accelerate is set up for {self.accelerator.distributed_type.value}; Maulstick trains on several "
+                "processes with plain DDP. Start it with torchrun, or with accelerate launch --multi_gpu."
+            )
+        writes = self.accelerator.is_main_process
+        self.console = console or make_console(self.options.log.console if writes else "quiet")
+        self.records = RunRecords(self.options, self._output_dir(), self.console, writes=writes)
         self.prepared: Prepared | None = None
         self.loop: TrainingLoop | None = None
         self.output: LoraOutput | None = None
         self._prompts: list[Prompt] = []
-        self._trackers: list[Any] = []
 
     # --- making ready ------------------------------------------------------------------------------------------------
 
     def prepare(self) -> Prepared:
         """Open model and data, show the plan, fill the caches, put the adapter in."""
-        run, output_dir = self.options.run, self._output_dir()
+        self.records.check()
         if self.options.sample.sample_prompts is not None:
             # A misspelt prompt option must not surface after an hour of training.
             self._prompts = read_prompts(self.options.sample.sample_prompts)
@@ -104,20 +112,20 @@ class TrainingRun:
             seed=seed,
         )
         # Only now is it sure that there will be a run: a misspelt option must not move an earlier log aside.
-        if self.accelerator.is_main_process:
-            self.log = EventLog(output_dir / f"{run.output_name}.events.jsonl")
+        guard = GradientGuard(guard_config(self.options)[0])
+        self.records.open(guard)
+        self._announce(prepared)
         latents = self._latent_source(prepared)
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
-        self._announce(prepared)
-        self.loop = self._build_loop(prepared, latents)
+        self.loop = self._build_loop(prepared, latents, guard)
         self.prepared = prepared
         return prepared
 
     def _announce(self, prepared: Prepared) -> None:
         for line in plan_lines(prepared.plan):
             self.console.say(line)
-        self.log.write(
+        self.records.events.write(
             "start",
             maulstick=__version__,
             torch=torch.__version__,
@@ -133,7 +141,11 @@ class TrainingRun:
         latents = CachedLatents(
             prepared.index, prepared.family, to_disk=dataset.cache_latents_to_disk, device=device, report=self._report
         )
-        with self.accelerator.main_process_first():
+        if dataset.cache_latents_to_disk:
+            # The first process writes the files, the others read them.
+            with self.accelerator.main_process_first():
+                self._with_progress("caching latents", latents.prepare)
+        else:
             self._with_progress("caching latents", latents.prepare)
         prepared.family.release_encoders(vae=True, text_encoders=False)
         return latents
@@ -153,6 +165,8 @@ class TrainingRun:
             prepared.rates,
             seed=prepared.seed,
         )
+        plan = prepared.plan
+        self.console.say(f"without them: {plan.images} images, {plan.train_images} per epoch, {plan.total_steps} steps")
 
     def _with_progress(self, title: str, work: Callable[[Progress], Result]) -> Result:
         shown = -1
@@ -172,9 +186,9 @@ class TrainingRun:
 
     def _report(self, finding: Finding) -> None:
         self.console.say(f"{finding.severity}: {finding.message}")
-        self.log.write("finding", **finding.as_json())
+        self.records.events.write("finding", **finding.as_json())
 
-    def _build_loop(self, prepared: Prepared, latents: LatentSource) -> TrainingLoop:
+    def _build_loop(self, prepared: Prepared, latents: LatentSource, guard: GradientGuard) -> TrainingLoop:
         options, family = self.options, prepared.family
         text_trained = any(name in prepared.targets for name in family.text_encoder_naming)
         text_states = None if text_trained else self._text_states(prepared)
@@ -193,12 +207,12 @@ class TrainingRun:
             options,
             prepared.plan,
             family,
-            SD_KEY_NAMES,
             adapter.networks,
             prepared.seed,
             dataset_facts(prepared),
-            self.started_at,
+            self.records.started_at,
         )
+        guard.know_names(adapter.named_parameters)
         parts = LoopParts(
             options=options,
             seed=prepared.seed,
@@ -207,7 +221,7 @@ class TrainingRun:
             trainee=trainee,
             named_parameters=adapter.named_parameters,
             optimizer=optimizer,
-            optimizer_has_modes=resolve_optimizer(options.optimizer.optimizer_type)[1].has_modes,
+            optimizer_has_modes=callable(getattr(optimizer, "train", None)),
             scaler=gradient_scaler(self.accelerator.device, options.run.mixed_precision),
             schedule=learning_rate_factor(
                 options.schedule.lr_scheduler,
@@ -217,11 +231,10 @@ class TrainingRun:
             batches=prepared.batches,
             latents=latents,
             text_states=text_states,
-            guard=GradientGuard.from_preset("steady"),
+            guard=guard,
             total_steps=prepared.plan.total_steps,
             console=self.console,
-            log=self.log,
-            track=self._open_trackers(),
+            records=self.records,
             save=self._save_intermediate,
             sample=self._sample if options.sample.sample_prompts is not None else None,
             after_update=lambda: bound_norms(adapter.networks, options.network.scale_weight_norms),
@@ -231,7 +244,8 @@ class TrainingRun:
 
     def _text_states(self, prepared: Prepared) -> TextStateCache:
         """Frozen text encoders: every caption is encoded once, before training or when it first comes up."""
-        states = TextStateCache(prepared.family)
+        # On the CPU: a cache on the GPU would take the room that training needs.
+        states = TextStateCache(prepared.family, device="cpu")
         if not self.options.dataset.cache_text_encoder_outputs:
             return states
         captions = possible_captions(prepared.index.records)
@@ -242,19 +256,6 @@ class TrainingRun:
         prepared.family.release_encoders(vae=False, text_encoders=True)
         return states
 
-    def _open_trackers(self) -> Any:
-        if not self.accelerator.is_main_process or self.options.log.log_with is None:
-            return lambda values, step: None
-        name = f"{self.options.run.output_name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(self.started_at))}"
-        config = {key: str(value) for key, value in flat_values(self.options).items()}
-        self._trackers = open_trackers(self.options.log, output_dir=self._output_dir(), run_name=name, config=config)
-
-        def track(values: dict[str, float], step: int) -> None:
-            for tracker in self._trackers:
-                tracker.log({**values, "train/steps": step}, step=step)
-
-        return track
-
     # --- training ----------------------------------------------------------------------------------------------------
 
     def train(self) -> RunResult:
@@ -264,17 +265,17 @@ class TrainingRun:
         loop = self.loop
         if loop is None:
             raise RuntimeError("prepare() builds the loop")
-        with StopSignals(lambda name: self.console.say(f"{name}: finishing this step, then saving …")) as signals:
+        with StopSignals() as signals:
             loop.parts.stop_requested = signals.requested
             self.console.begin("training", loop.parts.total_steps)
             try:
                 state = loop.run()
+                self.console.end()
+                return self._finish(state)
             except BaseException as error:
                 self.console.end()
                 self._save_what_there_is(error)
                 raise
-            self.console.end()
-            return self._finish(state)
 
     def _finish(self, state: LoopState) -> RunResult:
         summary = self._loop().parts.guard.summary()
@@ -283,34 +284,34 @@ class TrainingRun:
         self.console.say(summary)
         if state.stopped_by:
             self.console.say(f"stopped by {state.stopped_by} after {state.step} steps")
-        self._close("interrupted" if state.stopped_by else "end", step=state.step, summary=summary, file=path)
+        self.records.close("interrupted" if state.stopped_by else "end", step=state.step, summary=summary, file=path)
         return RunResult(path, state, summary)
 
     def _save_what_there_is(self, error: BaseException) -> None:
+        """Save the adapter after an error, in fp32 where the chosen format cannot hold it, and close the records."""
         state = self._loop().state
+        label = f"interrupted-step{state.step:08d}"
         path = None
         try:
             self._loop().read_mode()
-            path = self._save(f"interrupted-step{state.step:08d}", state.step, state.epoch)
-        except (MaulstickError, OSError) as second:
+            try:
+                path = self._save(label, state.step, state.epoch)
+            except ModelError:
+                path = self._save(label, state.step, state.epoch, dtype=torch.float32)
+        except Exception as second:
+            # Whatever this is, the first error is the one to be seen.
             self.console.say(f"The adapter could not be saved: {second}")
-        self._close("failed", step=state.step, error=f"{type(error).__name__}: {error}", file=path)
+        self.records.close("failed", step=state.step, error=f"{type(error).__name__}: {error}", file=path)
 
-    def _close(self, event: str, **fields: Any) -> None:
-        self.log.write(event, seconds=round(time.time() - self.started_at, 2), **fields)
-        self.log.close()
-        for tracker in self._trackers:
-            tracker.finish()
-
-    def _save(self, label: str | None, step: int, epoch: int) -> Path | None:
+    def _save(self, label: str | None, step: int, epoch: int, dtype: torch.dtype | None = None) -> Path | None:
         output = self._lora_output()
         if not self.accelerator.is_main_process or step == 0:
             return None
-        path = output.save(label, step=step, epoch=epoch)
+        path = output.save(label, step=step, epoch=epoch, dtype=dtype)
         earlier = output.written[path]
         aside = f" (the earlier file is now {earlier.name})" if earlier else ""
         self.console.say(f"saved {path}{aside}")
-        self.log.write("save", file=path, step=step, earlier_file=earlier)
+        self.records.events.write("save", file=path, step=step, earlier_file=earlier)
         return path
 
     def _save_intermediate(self, label: str, step: int, epoch: int) -> None:
@@ -319,7 +320,7 @@ class TrainingRun:
             self._save(label, step, epoch)
         except OSError as error:
             self.console.say(f"step {step}: the adapter could not be saved ({error}); training goes on")
-            self.log.write("save_failed", step=step, error=str(error))
+            self.records.events.write("save_failed", step=step, error=str(error))
 
     def _sample(self, label: str, step: int) -> None:
         prepared, sample = self.prepared, self.options.sample
@@ -343,9 +344,9 @@ class TrainingRun:
             )
         except SampleError as error:
             self.console.say(f"step {step}: {error}; training goes on")
-            self.log.write("sample_failed", step=step, error=str(error))
+            self.records.events.write("sample_failed", step=step, error=str(error))
             return
-        self.log.write("sample", step=step, label=label, files=paths)
+        self.records.events.write("sample", step=step, label=label, files=paths)
 
     # --- small things ------------------------------------------------------------------------------------------------
 

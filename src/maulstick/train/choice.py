@@ -1,0 +1,206 @@
+"""Which modules get LoRA, with which rank and at which learning rate: what the options mean for a loaded model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import nn
+
+from maulstick.adapters.block_ranks import parse_block_ranks
+from maulstick.adapters.block_table import read_block_table
+from maulstick.adapters.block_weights import (
+    BlockLayout,
+    BlockWeights,
+    check_weights_against_modules,
+    read_part_weights,
+)
+from maulstick.adapters.factors import LoraWeights
+from maulstick.adapters.files import assign_modules, read_lora_file
+from maulstick.adapters.key_names import SD_KEY_NAMES
+from maulstick.adapters.targets import (
+    TEXT_ENCODER_CONTAINERS,
+    UNET_CONV_CONTAINERS,
+    LoraTarget,
+    find_targets,
+    plan_from_ranks,
+    plan_lora,
+)
+from maulstick.errors import OptionError
+from maulstick.families.base import Family
+from maulstick.options.schema import NetworkOptions, TrainOptions
+from maulstick.train.rates import ComponentRates, component_rates, up_ratio
+
+Targets = dict[str, list[LoraTarget]]
+StartWeights = dict[str, dict[str, LoraWeights]]
+Rates = dict[str, ComponentRates]
+
+
+class Choice(NamedTuple):
+    """What is trained, per component: modules, weights of ``network_weights`` to start from, learning rates."""
+
+    targets: Targets
+    start_weights: StartWeights
+    rates: Rates
+
+
+def log_names_of(family: Family) -> dict[str, str]:
+    """Return component name -> name in trackers."""
+    names = {component: naming.log_name for component, naming in family.text_encoder_naming.items()}
+    return {**names, family.denoiser_naming.component: family.denoiser_naming.log_name}
+
+
+def choose_targets(family: Family, options: TrainOptions) -> Choice:
+    """Choose the modules that get LoRA.
+
+    A component whose learning rate is 0, and a block whose weight is 0, is not trained and is not in the file.
+
+    Raises:
+        OptionError: numbers by block are unusable, or nothing is left to train.
+    """
+    network, denoiser = options.network, family.denoiser_naming.component
+    layout = family.block_layout()
+    weights = None if network.network_train_text_encoder_only else read_block_weights(network, layout)
+    rates = _rates(family, options, weights)
+    if not rates:
+        raise OptionError(
+            "Nothing would be trained: unet_lr and text_encoder_lr (or learning_rate) leave no network a rate above 0."
+        )
+    networks = {name: family.denoiser if name == denoiser else family.text_encoders[name] for name in rates}
+    start_weights = _read_start_weights(network.network_weights, networks, family.name)
+    targets: Targets = {}
+    for name, root in networks.items():
+        if network.dim_from_weights:
+            targets[name] = _targets_of_file(root, start_weights.get(name, {}), name, family)
+        else:
+            targets[name] = _planned_targets(root, name, family, network, layout)
+    if weights is not None and targets.get(denoiser):
+        _leave_out_blocks(denoiser, weights, layout, Choice(targets, start_weights, rates))
+    targets = {name: chosen for name, chosen in targets.items() if chosen}
+    return Choice(targets, start_weights, {name: rates[name] for name in targets})
+
+
+def read_block_weights(network: NetworkOptions, layout: BlockLayout) -> BlockWeights | None:
+    """Read whichever form of weights by block was given; None where none was."""
+    if network.block_lr:
+        return read_block_table(layout, network.block_lr, network.block_lr_zero_threshold)
+    by_part = {"down": network.down_lr_weight, "mid": network.mid_lr_weight, "up": network.up_lr_weight}
+    return read_part_weights(layout, by_part, network.block_lr_zero_threshold)
+
+
+def _rates(family: Family, options: TrainOptions, weights: BlockWeights | None) -> Rates:
+    network, names = options.network, log_names_of(family)
+    denoiser_rate, text_rates = component_rates(options.optimizer, list(family.text_encoder_naming))
+    text_weight = 1.0 if weights is None else weights.text_encoder
+    rates = {
+        name: ComponentRates(names[name], rate * text_weight, up_ratio=up_ratio(network, text_encoder=True))
+        for name, rate in text_rates.items()
+        if rate * text_weight and not network.network_train_unet_only
+    }
+    if denoiser_rate and not network.network_train_text_encoder_only:
+        name = family.denoiser_naming.component
+        rates[name] = ComponentRates(
+            names[name],
+            denoiser_rate,
+            None if weights is None else weights.values,
+            up_ratio(network, text_encoder=False),
+        )
+    return rates
+
+
+def _targets_of_file(
+    root: nn.Module, start_weights: Mapping[str, LoraWeights], name: str, family: Family
+) -> list[LoraTarget]:
+    ranks = {
+        path: (weights.rank, float(weights.rank if weights.alpha is None else weights.alpha))
+        for path, weights in start_weights.items()
+    }
+    return plan_from_ranks(root, ranks, component=name, block_of=_block_of(name, family)) if ranks else []
+
+
+def _planned_targets(
+    root: nn.Module, name: str, family: Family, network: NetworkOptions, layout: BlockLayout
+) -> list[LoraTarget]:
+    block_ranks = None
+    if name == family.denoiser_naming.component:
+        block_ranks = parse_block_ranks(
+            layout,
+            block_dims=network.block_dims,
+            block_alphas=network.block_alphas,
+            conv_block_dims=network.conv_block_dims,
+            conv_block_alphas=network.conv_block_alphas,
+            network_dim=network.network_dim,
+            network_alpha=network.network_alpha,
+            conv_dim=network.conv_dim,
+            conv_alpha=network.conv_alpha,
+        )
+    return plan_lora(
+        root,
+        component=name,
+        network_dim=network.network_dim,
+        network_alpha=network.network_alpha,
+        conv_dim=network.conv_dim,
+        conv_alpha=network.conv_alpha,
+        block_of=_block_of(name, family),
+        block_ranks=block_ranks,
+    )
+
+
+def _block_of(name: str, family: Family) -> Callable[[str], int | None] | None:
+    return family.block_index if name == family.denoiser_naming.component else None
+
+
+def _leave_out_blocks(denoiser: str, weights: BlockWeights, layout: BlockLayout, choice: Choice) -> None:
+    """Take the modules in blocks of weight 0 out of the choice, and note what the user should know about them."""
+    targets, start_weights, rates = choice
+    planned = targets[denoiser]
+    counts = Counter(target.block for target in planned if target.block is not None)
+    notes = check_weights_against_modules(weights, counts, layout)
+    kept = [target for target in planned if rates[denoiser].weight_of(target)]
+    if not kept:
+        raise OptionError(
+            f"Every block with modules of the {denoiser} has weight 0, so nothing of it would be trained. Give a block "
+            "a weight above 0, or use network_train_text_encoder_only."
+        )
+    if len(kept) < len(planned) and any(targets[name] for name in targets if name != denoiser):
+        notes.append(
+            "The text encoder is trained too, so the backward pass runs through blocks of weight 0 all the same; "
+            "network_train_unet_only ends it at the first block that trains."
+        )
+    if denoiser in start_weights:
+        dropped = {target.path for target in planned} - {target.path for target in kept}
+        lost = [path for path in start_weights[denoiser] if path in dropped]
+        if lost:
+            notes.append(
+                f"network_weights: {len(lost)} modules are in blocks of weight 0; they are not trained, and not in the "
+                "new file."
+            )
+        for path in lost:
+            del start_weights[denoiser][path]
+    targets[denoiser] = kept
+    rates[denoiser] = replace(rates[denoiser], notes=tuple(notes))
+
+
+def _read_start_weights(path: Path | None, networks: Mapping[str, nn.Module], family_name: str) -> StartWeights:
+    if path is None:
+        return {}
+    file = read_lora_file(path)
+    containers = TEXT_ENCODER_CONTAINERS | UNET_CONV_CONTAINERS
+    paths = {name: [module.path for module in find_targets(root, containers)] for name, root in networks.items()}
+    assigned = assign_modules(file, SD_KEY_NAMES.table(paths), family_name)
+    foreign = [name for name in assigned.unmatched if not _belongs_to_untrained(name, networks)]
+    if foreign:
+        raise OptionError(
+            f"network_weights: {path} holds {len(foreign)} modules that this model does not have "
+            f"({', '.join(foreign[:3])}). It was made for another model."
+        )
+    return assigned.components
+
+
+def _belongs_to_untrained(name: str, networks: Mapping[str, nn.Module]) -> bool:
+    """A file for UNet and text encoder may start a run that trains one of them."""
+    location = SD_KEY_NAMES.locate(name)
+    return location is not None and location.component not in networks

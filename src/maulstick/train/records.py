@@ -1,0 +1,105 @@
+"""Everything a run writes down while it goes on: events, the gradient log, trackers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from maulstick.errors import OptionError
+from maulstick.files_io import set_aside
+from maulstick.guard import GradientGuard
+from maulstick.guard.log import GradientLog, gradient_log_path
+from maulstick.guard.verdict import Verdict
+from maulstick.options.schema import TrainOptions, flat_values
+from maulstick.train.console import RunConsole
+from maulstick.train.events import EventLog, NoLog
+from maulstick.train.trackers import check_trackers, open_trackers
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
+
+
+class RunRecords:
+    """The records of one run, on the process that writes (``writes``); on the others nothing happens.
+
+    No failing write ends the run: the console is told, and what cannot be written now is kept for later.
+    """
+
+    def __init__(self, options: TrainOptions, output_dir: Path, console: RunConsole, *, writes: bool) -> None:
+        self.options = options
+        self.output_dir = output_dir
+        self.console = console
+        self.writes = writes
+        self.started_at = time.time()
+        self.events: EventLog | NoLog = NoLog()
+        self.trackers: list[GeneralTracker] = []
+        self.gradient_log: GradientLog | None = None
+        self._gradient_log_fails = False
+
+    def check(self) -> None:
+        """Make sure that there is a folder to write into and that the trackers are installed, before any work is done.
+
+        Raises:
+            OptionError: output_dir cannot be written, or a tracker's package is missing.
+        """
+        check_trackers(self.options.log)
+        if not self.writes:
+            return
+        try:
+            self.output_dir.mkdir(parents=True, exist_ok=True)
+            probe = self.output_dir / ".maulstick-probe"
+            probe.touch()
+            probe.unlink()
+        except OSError as error:
+            raise OptionError(
+                f"output_dir: {self.output_dir} cannot be written ({error.strerror or error}). Name a folder that can."
+            ) from error
+
+    def open(self, guard: GradientGuard) -> None:
+        """Begin the files; those of an earlier run of the same name are set aside."""
+        if not self.writes:
+            return
+        name = self.options.run.output_name
+        self.events = EventLog(self.output_dir / f"{name}.events.jsonl", self.console.say)
+        if guard.config.log:
+            path = gradient_log_path(self.output_dir, name)
+            set_aside(path)
+            scale = self.options.run.mixed_precision == "fp16"
+            self.gradient_log = GradientLog(path, scale=scale, cosine=guard.config.cosine != "off")
+        run_name = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(self.started_at))}"
+        config = {key: str(value) for key, value in flat_values(self.options).items()}
+        self.trackers = open_trackers(self.options.log, output_dir=self.output_dir, run_name=run_name, config=config)
+
+    def step(self, values: Mapping[str, float], *, step: int, epoch: int, seconds: float) -> None:
+        """Record one step's values in the event log and the trackers."""
+        self.events.write("step", **{"train/steps": step, "epoch": epoch, **values, "seconds": round(seconds, 4)})
+        for tracker in self.trackers:
+            tracker.log({**values, "train/steps": step}, step=step)
+
+    def gradient(self, epoch: int, step_in_epoch: int, verdict: Verdict) -> None:
+        """Add a row to the gradient log."""
+        if self.gradient_log is None:
+            return
+        try:
+            self.gradient_log.write(epoch, step_in_epoch, verdict)
+        except OSError as error:
+            self._tell_of_gradient_log(error)
+
+    def close(self, event: str, **fields: Any) -> None:
+        """Write the last event and close everything."""
+        self.events.write(event, seconds=round(time.time() - self.started_at, 2), **fields)
+        self.events.close()
+        if self.gradient_log is not None:
+            try:
+                self.gradient_log.close()
+            except OSError as error:
+                self._tell_of_gradient_log(error)
+        for tracker in self.trackers:
+            tracker.finish()
+
+    def _tell_of_gradient_log(self, error: OSError) -> None:
+        if not self._gradient_log_fails and self.gradient_log is not None:
+            self.console.say(f"{self.gradient_log.path} cannot be written ({error.strerror or error})")
+        self._gradient_log_fails = True
