@@ -4,10 +4,10 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.data_pipeline.helpers import one
 
 from maulstick.data.scan import suggested_folder_name
 from maulstick.errors import DataError
+from tests.data_pipeline.helpers import one
 
 
 @pytest.mark.parametrize(

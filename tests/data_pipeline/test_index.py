@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 from PIL import Image
-from tests.data_pipeline.helpers import found, one
 
 from maulstick.data.index import build_index
 from maulstick.errors import DataError, OptionError
 from maulstick.options.dataset_config import dataset_specs
 from maulstick.options.schema import DatasetOptions
+from tests.data_pipeline.helpers import found, one
 
 
 def test_records_of_a_clean_folder(tmp_path, image, index):

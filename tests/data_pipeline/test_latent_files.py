@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from tests.data_pipeline.helpers import check_all, damage
 
 from maulstick.data import cache as cache_module
 from maulstick.data.cache import CacheMismatch, cache_path, latent_key, read_latent, write_latent
 from maulstick.data.latents import CachedLatents
 from maulstick.errors import DataError
+from tests.data_pipeline.helpers import check_all, damage
 
 
 def test_files_serve_the_next_run(cats, family, tmp_path):

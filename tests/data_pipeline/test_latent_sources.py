@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from tests.data_pipeline.helpers import check_all, picture_of
 
 from maulstick.data.batches import BatchSchedule
 from maulstick.data.index import build_index
 from maulstick.data.latents import CachedLatents, FreshLatents, read_pixels
 from maulstick.errors import DataError
 from maulstick.options.dataset_config import dataset_specs
+from tests.data_pipeline.helpers import check_all, picture_of
 
 
 @pytest.mark.parametrize("kind", ["memory", "disk", "fresh"])

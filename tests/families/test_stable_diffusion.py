@@ -237,11 +237,9 @@ def test_blocks_are_those_of_the_golden_list(load: Load) -> None:
     assert family.block_index("time_embedding.linear_1") is None
 
 
-def test_naming_leads_to_the_known_numbers_of_modules(load: Load) -> None:
+def test_components_have_their_names_in_trackers_and_files(load: Load) -> None:
     family = load(model_folder())
     naming, text_naming = family.denoiser_naming, family.text_encoder_naming["text_encoder"]
-    assert (naming.component, naming.key_prefix) == ("unet", "lora_unet")
-    assert (text_naming.component, text_naming.key_prefix) == ("text_encoder", "lora_te")
-    classes = {type(module).__name__ for module in family.denoiser.modules()}
-    assert naming.containers | naming.conv_containers <= classes
+    assert (naming.component, naming.log_name) == ("unet", "unet")
+    assert (text_naming.component, text_naming.log_name) == ("text_encoder", "textencoder")
     assert family.key_names.prefixes == {"unet": "lora_unet", "text_encoder": "lora_te"}

@@ -19,9 +19,9 @@ from maulstick.errors import ModelError, OptionError
 from maulstick.families.load import load_family
 from maulstick.options.generate import GenerateOptions, LoraOptions, OutputOptions, PictureOptions
 from maulstick.options.schema import ModelOptions
+from maulstick.pictures.prompts import PromptError
 from maulstick.tools.apply_lora import LoraChoice, apply_loras, parse_lora_choice
 from maulstick.tools.generate import generate
-from maulstick.tools.prompts import PromptError
 from tests.models import model_folder, single_file, small_model
 
 

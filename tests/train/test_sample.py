@@ -18,9 +18,9 @@ from maulstick.families.base import Family
 from maulstick.families.load import load_family
 from maulstick.options.generate import GenerateOptions, LoraOptions, OutputOptions, PictureOptions
 from maulstick.options.schema import ModelOptions
+from maulstick.pictures.picture_files import PictureFacts
+from maulstick.pictures.prompts import Prompt, parse_prompt
 from maulstick.tools.generate import generate
-from maulstick.tools.picture_files import PictureFacts
-from maulstick.tools.prompts import Prompt, parse_prompt
 from maulstick.train.sample import SampleError, draw_samples
 from tests.models import model_folder
 
@@ -178,7 +178,7 @@ def test_an_interruption_is_not_swallowed(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_incomplete_prompts_are_a_programming_error() -> None:
-    from maulstick.tools.drawing import draw_pictures
+    from maulstick.pictures.drawing import draw_pictures
 
     family = load_family(model_options(), device="cpu", dtype=torch.float32)
     with pytest.raises(ValueError, match="not complete"):

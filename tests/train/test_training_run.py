@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from maulstick.adapters.files import data_hash, read_lora_file
-from maulstick.errors import OptionError
+from maulstick.errors import ModelError, OptionError
 from maulstick.train import run as run_module
 from maulstick.train.events import read_events
 
@@ -180,6 +180,42 @@ def test_a_run_goes_on_from_a_file_with_its_ranks(make_run):
         assert (second.modules[name].rank, second.modules[name].alpha) == (3, 2.0)
         torch.testing.assert_close(second.modules[name].down, weights.down, rtol=0, atol=1e-9)
         torch.testing.assert_close(second.modules[name].up, weights.up, rtol=0, atol=1e-9)
+
+
+def test_start_weights_of_another_rank_are_refused_before_anything_is_cached(make_run, tmp_path):
+    first = make_run(*UNET_ONLY, "--network_dim", "3", "--max_train_steps", "1", output="first").train()
+    with pytest.raises(OptionError, match=r"has rank 3 in .* plans rank 4.*dim_from_weights"):
+        make_run(*UNET_ONLY, "--network_weights", str(first.path), output="second").prepare()
+    assert not list((tmp_path / "second").glob("*"))
+
+
+def test_an_output_dir_that_cannot_be_written_is_refused_at_once(make_run, tmp_path):
+    (tmp_path / "out").write_text("a file")
+    with pytest.raises(OptionError, match=r"output_dir: .*out cannot be written"):
+        make_run(*UNET_ONLY).prepare()
+
+
+def test_a_value_that_fp16_cannot_hold_is_saved_in_fp32_instead(make_run, tmp_path):
+    run = make_run(*UNET_ONLY, "--save_precision", "fp16")
+    run.prepare()
+    update = run.loop.update
+
+    def grow(*arguments):
+        outcome = update(*arguments)
+        with torch.no_grad():
+            run.loop.parts.named_parameters[0][1].view(-1)[0] = 1e6
+        return outcome
+
+    run.loop.update = grow
+    with pytest.raises(ModelError, match=r"not finite|float16|fp16"):
+        run.train()
+    (saved,) = (tmp_path / "out").glob("last-interrupted-*.safetensors")
+    assert {weights.down.dtype for weights in read_lora_file(saved).modules.values()} == {torch.float32}
+
+
+def test_every_module_may_drop_out_at_once(make_run):
+    run = make_run(*UNET_ONLY, "--module_dropout", "0.999")
+    assert run.train().state.step == 6
 
 
 def test_convolutions_and_dropouts_are_trained(make_run):

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -22,12 +22,16 @@ from torch import Tensor
 from maulstick.adapters.factors import Folding, LoraWeights, cast_weights, fold_alphas
 from maulstick.adapters.file_kinds import describe_family, describe_kind
 from maulstick.adapters.key_names import KeyNames, Location
+from maulstick.adapters.safetensors_stream import TensorSpec, header_bytes, tensor_bytes
 from maulstick.errors import ModelError
 from maulstick.files_io import atomic_write
 
 # Civitai's reader refuses larger headers.
 MAX_HEADER_BYTES = 64 * 2**20
-_DTYPE_NAMES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FACTORS = ("lora_down.weight", "lora_up.weight")
+_PEFT_FACTORS = ("lora_A.weight", "lora_B.weight")
+_TENSOR_NAME = re.compile(r"(.+)\.(alpha|lora_down\.weight|lora_up\.weight|lora_A\.weight|lora_B\.weight)")
 _ACCEPTED = "Maulstick reads kohya-style LoRA files (tensors named lora_unet_….lora_down.weight and …lora_up.weight)."
 # The part of a file that the old "legacy" hashes of the web UI look at.
 _LEGACY_START, _LEGACY_END = 0x100000, 0x110000
@@ -114,7 +118,7 @@ def _refuse_unusable(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
         raise ModelError(f"{path} was not written: the LoRA has no module.")
     for key, tensor in tensors.items():
-        if tensor.dtype not in _DTYPE_NAMES:
+        if tensor.dtype not in _DTYPES:
             raise ModelError(f"{path} was not written: tensor '{key}' is {tensor.dtype}, not fp32, fp16 or bf16.")
         finite = torch.isfinite(tensor)
         if not finite.all():
@@ -124,10 +128,11 @@ def _refuse_unusable(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{path} was not written: tensor '{key}' holds {count} of {tensor.numel()} values that are not finite "
                 f"(NaN or infinite).{advice if tensor.dtype == torch.float16 else ''}"
             )
-        name, _, part = key.partition(".")
+        match = _TENSOR_NAME.fullmatch(key)
+        name, part = (match[1], match[2]) if match else key.partition(".")[::2]
         if part == "alpha" and not tensor.item() > 0:
             raise ModelError(f"{path} was not written: '{key}' is {tensor.item()}, but must be above 0.")
-        for needed in ("lora_down.weight", "lora_up.weight"):
+        for needed in _PEFT_FACTORS if part in _PEFT_FACTORS else _FACTORS:
             if f"{name}.{needed}" not in tensors:
                 raise ModelError(f"{path} was not written: module '{name}' has no {needed}.")
 
@@ -139,7 +144,7 @@ def _as_utf8(value: str) -> str:
 
 def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
     """The library's order: wide dtypes first, so that every tensor is aligned, then by name."""
-    dtype_rank = {dtype: rank for rank, dtype in enumerate(_DTYPE_NAMES)}
+    dtype_rank = {dtype: rank for rank, dtype in enumerate(_DTYPES)}
     # Of equally wide dtypes the library puts BF16 before F16.
     dtype_rank[torch.bfloat16], dtype_rank[torch.float16] = 1, 2
     return sorted(tensors.items(), key=lambda item: (dtype_rank[item[1].dtype], item[0]))
@@ -147,24 +152,14 @@ def _ordered(tensors: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
 
 def _header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> bytes:
     """Length and JSON header: metadata sorted and first, padded with spaces so that the data is aligned to 8 bytes."""
-    content: dict[str, Any] = {"__metadata__": dict(sorted(metadata.items()))}
-    offset = 0
-    for key, tensor in _ordered(tensors):
-        end = offset + tensor.numel() * tensor.element_size()
-        content[key] = {
-            "dtype": _DTYPE_NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [offset, end],
-        }
-        offset = end
-    text = json.dumps(content, ensure_ascii=False, separators=(",", ":")).encode("utf-8")
-    text += b" " * (-len(text) % 8)
-    return struct.pack("<Q", len(text)) + text
+    return header_bytes(
+        (TensorSpec(key, tensor.dtype, tuple(tensor.shape)) for key, tensor in _ordered(tensors)), metadata
+    )
 
 
 def _data_chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview]:
     for _, tensor in _ordered(tensors):
-        yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        yield from tensor_bytes(tensor)
 
 
 def _hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedHashes:

@@ -80,9 +80,7 @@ class BatchSchedule:
             for dataset in index.datasets
             for bucket in _by_bucket(dataset.records).values()
         ]
-        self.batches_in_all = sum(
-            -(-sum(record.repeats for record in bucket) // size) for bucket, size in self._groups
-        )
+        self.batches_in_all = sum(-(-sum(record.repeats for record in bucket) // size) for bucket, size in self._groups)
         self._order_of: tuple[int, list[tuple[ImageRecord, ...]], list[int]] | None = None
 
     @property

@@ -29,20 +29,14 @@ VAE = "vae"
 
 @dataclass(frozen=True)
 class AdapterNaming:
-    """Where LoRA goes in one component, and how its modules are called in files.
+    """How one component that can carry LoRA is called.
 
     Attributes:
         component: attribute name of the component in the pipeline, e.g. ``"unet"`` or ``"text_encoder"``.
-        key_prefix: prefix of key names in sd-scripts' layout, e.g. ``"lora_unet"``.
-        containers: class names whose Linear and 1x1 Conv2d descendants are targets.
-        conv_containers: class names that become containers too when 3x3 convolutions are trained.
         log_name: name in trackers, e.g. ``"unet"`` in ``lr/unet``.
     """
 
     component: str
-    key_prefix: str
-    containers: frozenset[str]
-    conv_containers: frozenset[str]
     log_name: str
 
 

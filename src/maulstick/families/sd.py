@@ -29,20 +29,8 @@ _TEXT_STATES = "encoder_hidden_states"
 # SD 2.x was trained with "!" (token 0) as padding, SD 1.x with the end mark.
 _PAD_TOKEN_V2 = "!"
 
-_UNET_NAMING = AdapterNaming(
-    component="unet",
-    key_prefix="lora_unet",
-    containers=frozenset({"Transformer2DModel"}),
-    conv_containers=frozenset({"ResnetBlock2D", "Downsample2D", "Upsample2D"}),
-    log_name="unet",
-)
-_TEXT_ENCODER_NAMING = AdapterNaming(
-    component=_TEXT_ENCODER,
-    key_prefix="lora_te",
-    containers=frozenset({"CLIPAttention", "CLIPSdpaAttention", "CLIPMLP"}),
-    conv_containers=frozenset(),
-    log_name="textencoder",
-)
+_UNET_NAMING = AdapterNaming(component="unet", log_name="unet")
+_TEXT_ENCODER_NAMING = AdapterNaming(component=_TEXT_ENCODER, log_name="textencoder")
 
 
 class StableDiffusion(Family):

@@ -15,13 +15,13 @@ from maulstick.adapters.block_weights import BlockLayout, block_list
 from maulstick.errors import OptionError
 from maulstick.families.load import load_family
 from maulstick.options.generate import GenerateOptions, OutputOptions, PictureOptions, Sampler
+from maulstick.pictures.drawing import Picture, draw_pictures
+from maulstick.pictures.grid import labelled_grid
+from maulstick.pictures.picture_files import PictureFacts, UsedLora, write_new_picture
+from maulstick.pictures.prompts import Prompt, check_prompts, default_prompt, parse_prompt, read_prompts
 from maulstick.tools.apply_lora import OUTSIDE, AppliedLora, apply_loras
 from maulstick.tools.block_sheet import draw_block_sheets
-from maulstick.tools.drawing import Picture, draw_pictures
-from maulstick.tools.grid import labelled_grid
 from maulstick.tools.lora_choice import parse_lora_choice
-from maulstick.tools.picture_files import PictureFacts, UsedLora, write_new_picture
-from maulstick.tools.prompts import Prompt, check_prompts, default_prompt, parse_prompt, read_prompts
 
 _DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _LARGEST_SEED = 2**32 - 1

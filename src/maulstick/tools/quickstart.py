@@ -17,10 +17,10 @@ from maulstick.families.load import load_family
 from maulstick.files_io import atomic_write
 from maulstick.options.load import load_train_options
 from maulstick.options.schema import ModelOptions
+from maulstick.pictures.drawing import Picture, draw_pictures
+from maulstick.pictures.grid import labelled_grid
+from maulstick.pictures.prompts import Prompt, default_prompt, read_prompts
 from maulstick.tools.apply_lora import apply_loras, parse_lora_choice
-from maulstick.tools.drawing import Picture, draw_pictures
-from maulstick.tools.grid import labelled_grid
-from maulstick.tools.prompts import Prompt, default_prompt, read_prompts
 from maulstick.train.run import TrainingRun
 from maulstick.train.validate import denoising_loss
 

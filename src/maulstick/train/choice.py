@@ -20,7 +20,7 @@ from maulstick.adapters.block_weights import (
 )
 from maulstick.adapters.factors import LoraWeights
 from maulstick.adapters.files import assign_modules, read_lora_file
-from maulstick.adapters.key_names import SD_KEY_NAMES
+from maulstick.adapters.key_names import KeyNames
 from maulstick.adapters.targets import (
     TEXT_ENCODER_CONTAINERS,
     UNET_CONV_CONTAINERS,
@@ -70,13 +70,14 @@ def choose_targets(family: Family, options: TrainOptions) -> Choice:
             "Nothing would be trained: unet_lr and text_encoder_lr (or learning_rate) leave no network a rate above 0."
         )
     networks = {name: family.denoiser if name == denoiser else family.text_encoders[name] for name in rates}
-    start_weights = _read_start_weights(network.network_weights, networks, family.name)
+    start_weights = _read_start_weights(network.network_weights, networks, family)
     targets: Targets = {}
     for name, root in networks.items():
         if network.dim_from_weights:
             targets[name] = _targets_of_file(root, start_weights.get(name, {}), name, family)
         else:
             targets[name] = _planned_targets(root, name, family, network, layout)
+    _refuse_other_ranks(targets, start_weights, network.network_weights)
     if weights is not None and targets.get(denoiser):
         _leave_out_blocks(denoiser, weights, layout, Choice(targets, start_weights, rates))
     targets = {name: chosen for name, chosen in targets.items() if chosen}
@@ -184,14 +185,14 @@ def _leave_out_blocks(denoiser: str, weights: BlockWeights, layout: BlockLayout,
     rates[denoiser] = replace(rates[denoiser], notes=tuple(notes))
 
 
-def _read_start_weights(path: Path | None, networks: Mapping[str, nn.Module], family_name: str) -> StartWeights:
+def _read_start_weights(path: Path | None, networks: Mapping[str, nn.Module], family: Family) -> StartWeights:
     if path is None:
         return {}
     file = read_lora_file(path)
     containers = TEXT_ENCODER_CONTAINERS | UNET_CONV_CONTAINERS
     paths = {name: [module.path for module in find_targets(root, containers)] for name, root in networks.items()}
-    assigned = assign_modules(file, SD_KEY_NAMES.table(paths), family_name)
-    foreign = [name for name in assigned.unmatched if not _belongs_to_untrained(name, networks)]
+    assigned = assign_modules(file, family.key_names.table(paths), family.name)
+    foreign = [name for name in assigned.unmatched if not _belongs_to_untrained(name, networks, family.key_names)]
     if foreign:
         raise OptionError(
             f"network_weights: {path} holds {len(foreign)} modules that this model does not have "
@@ -200,7 +201,19 @@ def _read_start_weights(path: Path | None, networks: Mapping[str, nn.Module], fa
     return assigned.components
 
 
-def _belongs_to_untrained(name: str, networks: Mapping[str, nn.Module]) -> bool:
+def _refuse_other_ranks(targets: Targets, start_weights: StartWeights, path: Path | None) -> None:
+    """Refuse start weights of other ranks now, not after minutes of caching."""
+    for name, planned in targets.items():
+        for target in planned:
+            weights = start_weights.get(name, {}).get(target.path)
+            if weights is not None and weights.rank != target.dim:
+                raise OptionError(
+                    f"network_weights: {path} has rank {weights.rank} in '{target.path}' of the {name}, but this run "
+                    f"plans rank {target.dim}. Set network_dim (and conv_dim) to the file's, or use dim_from_weights."
+                )
+
+
+def _belongs_to_untrained(name: str, networks: Mapping[str, nn.Module], key_names: KeyNames) -> bool:
     """A file for UNet and text encoder may start a run that trains one of them."""
-    location = SD_KEY_NAMES.locate(name)
+    location = key_names.locate(name)
     return location is not None and location.component not in networks

@@ -105,12 +105,12 @@ def check_rates(name: str, info: OptimizerInfo, groups: Sequence[RateGroup]) -> 
         )
 
 
-def check_optimizer(optimizer_type: str, arguments: Sequence[str], rates: Mapping[str, float]) -> OptimizerInfo:
-    """Check what can be checked before there are parameters: name, package, arguments, and rates by group name."""
-    name, info = resolve_optimizer(optimizer_type)
-    check_arguments(name, load_optimizer_class(name, info), parse_arguments(arguments))
-    check_rates(name, info, [RateGroup(group, rate, ()) for group, rate in rates.items()])
-    return info
+def check_optimizer(optimizer_type: str, arguments: Sequence[str], rates: Mapping[str, float]) -> None:
+    """Refuse what ``build_optimizer`` would refuse, before there are parameters; ``rates`` is group name -> rate."""
+    import torch
+
+    groups = [RateGroup(group, rate, [torch.nn.Parameter(torch.zeros(1))]) for group, rate in rates.items()]
+    build_optimizer(optimizer_type, arguments, groups)
 
 
 def build_optimizer(

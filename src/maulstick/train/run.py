@@ -24,8 +24,8 @@ from maulstick.guard import GradientGuard
 from maulstick.options.check import guard_config
 from maulstick.options.load import LoadedOptions
 from maulstick.options.schema import SampleOptions, flat_values
-from maulstick.tools.picture_files import PictureFacts
-from maulstick.tools.prompts import Prompt, check_prompts, read_prompts
+from maulstick.pictures.picture_files import PictureFacts
+from maulstick.pictures.prompts import Prompt, check_prompts, read_prompts
 from maulstick.train.adapter import attach_adapter, bound_norms
 from maulstick.train.console import RunConsole, make_console
 from maulstick.train.interrupt import StopSignals

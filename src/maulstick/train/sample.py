@@ -10,9 +10,9 @@ import torch
 
 from maulstick.errors import MaulstickError
 from maulstick.families.base import Family
-from maulstick.tools.drawing import Picture, draw_pictures
-from maulstick.tools.picture_files import PictureFacts, write_picture
-from maulstick.tools.prompts import Prompt, default_prompt
+from maulstick.pictures.drawing import Picture, draw_pictures
+from maulstick.pictures.picture_files import PictureFacts, write_picture
+from maulstick.pictures.prompts import Prompt, default_prompt
 
 
 class SampleError(MaulstickError):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maulstick.tools.prompts import (
+from maulstick.pictures.prompts import (
     Prompt,
     PromptError,
     check_prompts,
@@ -135,7 +135,7 @@ def test_what_is_written_is_what_is_read(text: str, width: int, seed: int, steps
 
 
 def test_prompts_are_read_without_torch() -> None:
-    program = "import sys, maulstick.tools.prompts; sys.exit('torch' in sys.modules)"
+    program = "import sys, maulstick.pictures.prompts; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False, env=_environment()).returncode == 0
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from maulstick.tools import picture_files
-from maulstick.tools.picture_files import PictureFacts, UsedLora, parameters_text, write_new_picture
-from maulstick.tools.prompts import Prompt
+from maulstick.pictures import picture_files
+from maulstick.pictures.picture_files import PictureFacts, UsedLora, parameters_text, write_new_picture
+from maulstick.pictures.prompts import Prompt
 
 PROMPT = Prompt(
     "a cat, süß", negative="blurry", width=64, height=96, seed=7, scale=7.5, steps=20, sampler="dpmsolver++"

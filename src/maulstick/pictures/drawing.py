@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from maulstick.families.base import Family
-from maulstick.tools.prompts import Prompt
+from maulstick.pictures.prompts import Prompt
 
 if TYPE_CHECKING:
     from PIL.Image import Image

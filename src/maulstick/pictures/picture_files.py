@@ -14,7 +14,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from maulstick import __version__
 from maulstick.files_io import atomic_write
-from maulstick.tools.prompts import Prompt
+from maulstick.pictures.prompts import Prompt
 
 # What the web UI calls these samplers.
 _WEB_UI_SAMPLERS: Mapping[str, str] = {

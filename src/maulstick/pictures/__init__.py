@@ -1,0 +1,1 @@
+"""Pictures: prompts, drawing them, files with what they were drawn from, and sheets of several."""
