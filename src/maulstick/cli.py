@@ -44,6 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Whoever reads (`| head`) has seen enough; without a new target Python would complain again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename else ""
+        return _fail(f"{where}{error.strerror or error}")
     except KeyboardInterrupt:
         print("maulstick: interrupted", file=sys.stderr)
         return 130

@@ -131,9 +131,11 @@ def test_nothing_at_all(tmp_path, index):
 def test_the_same_for_regularisation_images(tmp_path, image, index):
     image(tmp_path / "train/2_cat/a.png")
     image(tmp_path / "reg/animal/r.png")
+    with pytest.raises(DataError, match="The folder 'animal' in reg_data_dir has no repeat count"):
+        index(reg_data_dir=tmp_path / "reg")
+    image(tmp_path / "reg/1_animal/r.png")
     result = index(reg_data_dir=tmp_path / "reg")
     assert "The folder 'animal' in reg_data_dir has no repeat count" in one(result, "folder_without_repeats").message
-    image(tmp_path / "reg/1_animal/r.png")
     shutil.rmtree(tmp_path / "train/2_cat")
     (tmp_path / "train/2_cat").mkdir()
     with pytest.raises(DataError, match="No training image can be used"):

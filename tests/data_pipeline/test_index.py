@@ -344,3 +344,21 @@ def test_leaving_images_out_balances_again(tmp_path, image, index):
     assert [(record.record_id, record.repeats) for record in less.records] == [(1, 2), (2, 2), (4, 4)]
     with pytest.raises(DataError, match="No training image is left"):
         result.without({0, 1, 2})
+
+
+# ------------------------------------------------------------------------------- what would be ignored or hang
+
+
+def test_a_pipe_among_the_images_is_named_and_not_waited_for(tmp_path, image, index):
+    folder = image(tmp_path / "train/1_cat/good.png", caption="cat").parent
+    os.mkfifo(folder / "pipe.png")
+    result = index()
+    assert [record.path.name for record in result.records] == ["good.png"]
+    assert any("pipe.png" in finding.message and "not a regular file" in finding.message for finding in result.findings)
+
+
+def test_regularisation_images_that_are_not_there_are_an_error(tmp_path, image, options):
+    image(tmp_path / "train/1_cat/good.png", caption="cat")
+    (tmp_path / "reg").mkdir()
+    with pytest.raises(DataError, match=r"reg_data_dir: no image in .*reg can be used"):
+        build_index(dataset_specs(options(reg_data_dir=tmp_path / "reg")))

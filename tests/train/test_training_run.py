@@ -121,7 +121,7 @@ def test_a_stop_request_saves_under_a_name_that_says_so(make_run, tmp_path, monk
         run_module.StopSignals, "requested", lambda self: "SIGTERM" if run.loop.state.step >= 3 else None
     )
     result = run.train()
-    assert result.exit_code == 130
+    assert result.exit_code == 143
     assert result.path == tmp_path / "out" / "last-interrupted-step00000003.safetensors"
     assert read_lora_file(result.path).metadata["ss_steps"] == "3"
     assert read_events(tmp_path / "out" / "last.events.jsonl")[-1]["event"] == "interrupted"
@@ -211,6 +211,44 @@ def test_a_value_that_fp16_cannot_hold_is_saved_in_fp32_instead(make_run, tmp_pa
         run.train()
     (saved,) = (tmp_path / "out").glob("last-interrupted-*.safetensors")
     assert {weights.down.dtype for weights in read_lora_file(saved).modules.values()} == {torch.float32}
+
+
+def test_a_full_disk_at_the_end_saves_the_adapter_elsewhere(make_run, tmp_path, monkeypatch):
+    run = make_run(*UNET_ONLY)
+    run.prepare()
+    save, monkey_folder = run.output.save, tmp_path / "elsewhere"
+    monkey_folder.mkdir()
+    monkeypatch.setattr(run_module.tempfile, "mkdtemp", lambda prefix: str(monkey_folder))
+
+    def full_unless_elsewhere(label, **place):
+        if run.output.folder is None:
+            raise OSError(28, "No space left on device")
+        return save(label, **place)
+
+    monkeypatch.setattr(run.output, "save", full_unless_elsewhere)
+    with pytest.raises(OSError, match="No space left"):
+        run.train()
+    assert len(read_lora_file(monkey_folder / "last-interrupted-step00000006.safetensors").modules) == 192
+    assert read_events(tmp_path / "out" / "last.events.jsonl")[-1]["file"].startswith(str(monkey_folder))
+
+
+def test_a_run_whose_every_gradient_is_nan_stops_with_the_reason(make_run, tmp_path):
+    run = make_run(*UNET_ONLY, "--max_train_steps", "40")
+    run.prepare()
+    accumulate = run.loop.accumulate_gradients
+
+    def spoil(window, images):
+        loss = accumulate(window, images)
+        if run.loop.state.step >= 2:
+            run.loop.parts.named_parameters[0][1].grad.fill_(float("nan"))
+        return loss
+
+    run.loop.accumulate_gradients = spoil
+    result = run.train()
+    assert result.exit_code == 1
+    assert (result.state.step, result.state.skipped) == (18, 16)
+    assert "NaN or infinite in 16 steps in a row" in result.state.stopped_by
+    assert all(bool(torch.isfinite(weights.up).all()) for weights in read_lora_file(result.path).modules.values())
 
 
 def test_every_module_may_drop_out_at_once(make_run):

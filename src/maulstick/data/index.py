@@ -75,6 +75,9 @@ def build_index(
     findings += dataset_findings(datasets)
     if not any(dataset.num_train_images for dataset in datasets):
         raise DataError(_nothing_usable(specs, findings))
+    for dataset in datasets:
+        if dataset.spec.reg_data_dir is not None and not dataset.num_reg_images:
+            raise DataError(_no_regularisation(dataset.spec.reg_data_dir, findings))
     return DatasetIndex(tuple(datasets), tuple(by_severity(findings)))
 
 
@@ -148,6 +151,8 @@ def _check_files(
 
 
 def _check_file(path: Path, verify: bool) -> CheckedFile:
+    if path.exists() and not path.is_file():
+        return ImageError(path, "is not a regular file")
     try:
         content = path.read_bytes()
         facts = verify_image(path, content) if verify else image_facts(path, content)
@@ -197,7 +202,8 @@ def _nothing_usable(specs: Sequence[DatasetSpec], findings: Sequence[Finding]) -
         if spec.train_data_dir is not None:
             places.append(f"train_data_dir {spec.train_data_dir}")
         else:
-            places += [f"{subset.image_dir}" for subset in spec.subsets if not subset.is_reg]
+            training = [f"{subset.image_dir}" for subset in spec.subsets if not subset.is_reg]
+            places += training or [f"{spec.source} (all its subsets are regularisation images: is_reg)"]
     reasons = [
         finding.message
         for finding in by_severity(findings)
@@ -208,3 +214,13 @@ def _nothing_usable(specs: Sequence[DatasetSpec], findings: Sequence[Finding]) -
     if len(reasons) > _REASONS_SHOWN:
         reasons = [*reasons[:_REASONS_SHOWN], f"... and {len(reasons) - _REASONS_SHOWN} more of this kind."]
     return "\n  ".join([f"No training image can be used in {', '.join(places)}.", *reasons])
+
+
+def _no_regularisation(folder: Path, findings: Sequence[Finding]) -> str:
+    reasons = [
+        finding.message
+        for finding in by_severity(findings)
+        if finding.severity is not Severity.INFO and any(path.is_relative_to(folder) for path in finding.paths)
+    ]
+    advice = "Put regularisation images into a folder such as 1_name below it, or leave reg_data_dir out."
+    return "\n  ".join([f"reg_data_dir: no image in {folder} can be used.", *(reasons[:_REASONS_SHOWN] or [advice])])

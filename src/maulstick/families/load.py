@@ -124,6 +124,9 @@ def _refuse_marked_v(file: WeightFile, options: ModelOptions) -> None:
 
 
 def _refuse_other_latents(vae: JsonObject, unet: dict[str, Any], path: str) -> None:
+    kind = vae.get("_class_name", "AutoencoderKL")
+    if kind != "AutoencoderKL":
+        raise OptionError(f"--vae {path} is a {kind}, not a VAE (AutoencoderKL).")
     latent, wanted = vae.get("latent_channels", 4), unet.get("in_channels", 4)
     if latent != wanted:
         raise OptionError(

@@ -249,7 +249,8 @@ def _load_pickle(path: Path, *, mmap: bool) -> object:
 def _explain_refused_pickle(path: Path, error: UnpicklingError) -> str:
     names = sorted(set(_globals_named_in(str(error))))
     if not names:
-        return f"{path} cannot be read as a checkpoint; it may be damaged ({str(error).splitlines()[0]})."
+        # torch's own text advises to read it without protection, which is the one thing not to do.
+        return f"{path} cannot be read as a checkpoint: it is damaged, or holds other things than weights."
     return (
         f"{path} holds more than weights ({', '.join(names)}), and reading that could run code hidden in the file. "
         "It was not loaded. Use the .safetensors version of this model, or convert it with a tool you trust."

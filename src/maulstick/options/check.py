@@ -144,7 +144,8 @@ def _check_ranges(options: TrainOptions) -> None:
         numbers = values[name] if isinstance(values[name], list) else [values[name]]
         for number in numbers:
             if number is not None and not (math.isfinite(number) and allowed.holds(number)):
-                raise OptionError(f"{name} = {number}: expected {allowed.expected}.")
+                finite = "" if math.isfinite(number) else "a finite number, "
+                raise OptionError(f"{name} = {number}: expected {finite}{allowed.expected}.")
     name = options.run.output_name
     if not name.strip() or "/" in name or "\\" in name:
         raise OptionError(f"output_name = {name!r}: expected a file name without folders; those go into output_dir.")

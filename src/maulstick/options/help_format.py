@@ -43,7 +43,8 @@ class PlainHelp:
 
 def _entry_lines(entry: HelpEntry, width: int) -> list[str]:
     name = "  " + " ".join(_labels(entry))
-    description = " ".join(filter(None, [_plain(entry.description), _facts(entry)]))
+    # A doc string over several lines brings its indentation along.
+    description = " ".join(filter(None, [" ".join(_plain(entry.description).split()), _facts(entry)]))
     if width < 2 * NAME_COLUMN:
         return [name, *_wrapped(description, width, indent=6)]
     lines = _wrapped(description, width, indent=NAME_COLUMN)

@@ -138,8 +138,8 @@ _DATA: dict[str, NoEffect | Refused | Renamed] = {
 _RUN: dict[str, NoEffect | Refused | Renamed] = {
     "save_model_as": Refused("LoRA files are always safetensors; remove it", "safetensors"),
     "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
-    "save_last_n_epochs": _later("deleting older files (every saved file is kept)"),
-    "save_last_n_steps": _later("deleting older files (every saved file is kept)"),
+    "save_last_n_epochs": _later("deleting older files (every saved file is kept)", also_off=(0,)),
+    "save_last_n_steps": _later("deleting older files (every saved file is kept)", also_off=(0,)),
     "save_state": _later("saving and resuming the whole state", default=False),
     "save_state_on_train_end": _later("saving and resuming the whole state", default=False),
     "save_last_n_epochs_state": NoEffect("only used with save_state"),

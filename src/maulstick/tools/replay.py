@@ -21,6 +21,8 @@ def replay_command(log: Path, modes: Sequence[str], *, as_json: bool, plot: Path
         result = replay(rows, modes or list(PRESETS))
     except GuardError as error:
         raise MaulstickError(str(error)) from error
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        raise MaulstickError(f"{log} is not a gradient log.") from error
     except FileNotFoundError as error:
         raise MaulstickError(
             f"There is no gradient log {log}. A run writes one as gradient_logs+NAME.txt into its output_dir."

@@ -10,12 +10,13 @@ from typing import Any
 
 
 class StopSignals:
-    """While active, the first SIGINT or SIGTERM asks for a stop; a second one interrupts at once.
+    """While active, the first SIGINT or SIGTERM asks for a stop; a second, or the first with ``at_once``, interrupts.
 
     Outside the main thread, where Python cannot take signals, it does nothing.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, at_once: bool = False) -> None:
+        self._at_once = at_once
         self._reason: str | None = None
         self._earlier: dict[int, Any] = {}
 
@@ -37,8 +38,8 @@ class StopSignals:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
-        if self._reason is not None:
-            raise KeyboardInterrupt(f"second {name}")
+        if self._at_once or self._reason is not None:
+            raise KeyboardInterrupt(name)
         self._reason = name
         # Straight to the descriptor: printing could meet a print that the signal interrupted.
         os.write(2, f"\n{name}: finishing this step, then saving ...\n".encode())

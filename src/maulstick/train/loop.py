@@ -65,6 +65,7 @@ class LoopState:
     epoch: int = 0
     step_in_epoch: int = 0
     skipped: int = 0
+    skips_in_a_row: int = 0
     stopped_by: str | None = None
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
@@ -91,7 +92,7 @@ class TrainingLoop:
             for window, images in self.windows(state.epoch):
                 self.train_step(window, images)
                 self._save_and_sample_after_step()
-                state.stopped_by = self._agreed_stop()
+                state.stopped_by = state.stopped_by or self._agreed_stop()
                 if window[-1][0].number == parts.batches.batches_per_epoch - 1:
                     state.epoch, state.step_in_epoch = state.epoch + 1, 0
                     self._save_and_sample_after_epoch()
@@ -215,6 +216,12 @@ class TrainingLoop:
         state.step += 1
         state.step_in_epoch += 1
         state.skipped += outcome.skipped
+        state.skips_in_a_row = state.skips_in_a_row + 1 if outcome.skipped else 0
+        if outcome.verdict.escalate and not outcome.verdict.finite:
+            state.stopped_by = (
+                f"the gradient was NaN or infinite in {outcome.verdict.consecutive_skips} steps in a row. The weights "
+                "are those before them; look for bad data, lower the learning rate, or train in bf16"
+            )
         if math.isfinite(loss):
             state.recent_losses.append(loss)
         average = sum(state.recent_losses) / max(1, len(state.recent_losses))

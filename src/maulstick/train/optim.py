@@ -64,7 +64,7 @@ def load_optimizer_class(name: str, info: OptimizerInfo) -> Callable[..., torch.
     """Import the optimizer's class, or say which extra brings it."""
     module_name, _, class_name = info.class_path.rpartition(".")
     try:
-        return getattr(importlib.import_module(module_name), class_name)
+        found = getattr(importlib.import_module(module_name), class_name)
     except ImportError as error:
         install = f" Install it with: pip install 'maulstick[{info.extra}]'." if info.extra else ""
         raise OptionError(
@@ -72,6 +72,11 @@ def load_optimizer_class(name: str, info: OptimizerInfo) -> Callable[..., torch.
         ) from error
     except AttributeError as error:
         raise OptionError(f"optimizer_type '{name}': '{module_name}' has no class '{class_name}'.") from error
+    import torch
+
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise OptionError(f"optimizer_type '{name}' is not an optimizer (a subclass of torch.optim.Optimizer).")
+    return found
 
 
 def check_arguments(name: str, optimizer_class: Callable[..., Any], arguments: Mapping[str, Any]) -> None:
@@ -110,7 +115,18 @@ def check_optimizer(optimizer_type: str, arguments: Sequence[str], rates: Mappin
     import torch
 
     groups = [RateGroup(group, rate, [torch.nn.Parameter(torch.zeros(1))]) for group, rate in rates.items()]
-    build_optimizer(optimizer_type, arguments, groups)
+    optimizer = build_optimizer(optimizer_type, arguments, groups)
+    if resolve_optimizer(optimizer_type)[1].extra == "cuda":
+        return
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()  # type: ignore[attr-defined]
+    try:
+        for group in groups:
+            group.parameters[0].grad = torch.ones(1)
+        optimizer.step()
+    except Exception as error:
+        # Any optimizer may be named here, and each has its own way to refuse.
+        raise OptionError(f"optimizer_type '{optimizer_type}' cannot train a LoRA: {error}") from error
 
 
 def build_optimizer(
@@ -139,8 +155,9 @@ def build_optimizer(
         ]
     try:
         return optimizer_class(parameter_groups, lr=groups[0].learning_rate, **{**info.defaults, **given})
-    except (TypeError, ValueError) as error:
-        raise OptionError(f"optimizer_args: {name} refused its arguments: {error}") from error
+    except (TypeError, ValueError, RuntimeError, AssertionError) as error:
+        shown = ", ".join(arguments) or "none"
+        raise OptionError(f"optimizer_args ({shown}): {name} refused its arguments: {error}") from error
 
 
 def list_optimizers_command(as_json: bool) -> int:

@@ -43,12 +43,14 @@ class LoraOutput:
     written: dict[Path, Path | None] = field(default_factory=dict)
     _hashes_of: dict[Path, tuple[str, str]] = field(default_factory=dict)
 
+    folder: Path | None = None
+
     def path(self, label: str | None) -> Path:
-        """Return the path of the final file (no label) or of an intermediate one."""
-        run = self.options.run
-        if run.output_dir is None:
+        """Return the path of the final file (no label) or of an intermediate one, in ``folder`` or output_dir."""
+        run, folder = self.options.run, self.folder or self.options.run.output_dir
+        if folder is None:
             raise ValueError("output_dir is checked when options are read")
-        return run.output_dir / f"{run.output_name}{f'-{label}' if label else ''}.safetensors"
+        return folder / f"{run.output_name}{f'-{label}' if label else ''}.safetensors"
 
     def save(self, label: str | None, *, step: int, epoch: int, dtype: torch.dtype | None = None) -> Path:
         """Write the file, in ``save_precision`` or ``dtype``.

@@ -137,7 +137,7 @@ def make_plan(
         prediction_type=family.prediction_type,
         resolution=summaries[0].resolution,
         images=len({record.path for record in index.records}),
-        captions=sum(1 for record in index.records if record.captions and record.captions[0]),
+        captions=sum(1 for record in index.records if record.caption_file is not None and record.captions),
         train_images=sum(dataset.num_train_images for dataset in index.datasets),
         reg_images=sum(dataset.num_reg_images for dataset in index.datasets),
         folders=_folder_rows(summaries),

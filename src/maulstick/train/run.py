@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -41,7 +42,8 @@ from maulstick.train.schedule import learning_rate_factor
 from maulstick.train.trainee import Trainee
 
 Result = TypeVar("Result")
-INTERRUPTED_EXIT_CODE = 130
+EXIT_CODES = {"Ctrl-C": 130, "SIGTERM": 143}
+MANY_SKIPS = 3
 SAMPLERS = get_args(get_type_hints(SampleOptions)["sample_sampler"])
 
 
@@ -55,7 +57,10 @@ class RunResult:
 
     @property
     def exit_code(self) -> int:
-        return INTERRUPTED_EXIT_CODE if self.state.stopped_by else 0
+        """0 for a finished run, 128 + the signal's number for a stopped one, 1 for one that could not go on."""
+        if self.state.stopped_by is None:
+            return 0
+        return EXIT_CODES.get(self.state.stopped_by, 1)
 
 
 def run_training(loaded: LoadedOptions) -> int:
@@ -97,6 +102,14 @@ class TrainingRun:
 
     def prepare(self) -> Prepared:
         """Open model and data, show the plan, fill the caches, put the adapter in."""
+        with StopSignals(at_once=True):
+            try:
+                return self._prepare()
+            except BaseException as error:
+                self.records.close("failed", step=0, error=f"{type(error).__name__}: {error}")
+                raise
+
+    def _prepare(self) -> Prepared:
         self.records.check()
         if self.options.sample.sample_prompts is not None:
             # A misspelt prompt option must not surface after an hour of training.
@@ -283,7 +296,12 @@ class TrainingRun:
         path = self._save(label, state.step, state.epoch)
         self.console.say(summary)
         if state.stopped_by:
-            self.console.say(f"stopped by {state.stopped_by} after {state.step} steps")
+            self.console.say(f"stopped after {state.step} steps: {state.stopped_by}")
+        elif state.skips_in_a_row >= MANY_SKIPS:
+            self.console.say(
+                f"warning: the last {state.skips_in_a_row} steps were all skipped, so nothing was learned since step "
+                f"{state.step - state.skips_in_a_row}; the weights have probably diverged. Try a lower learning rate."
+            )
         self.records.close("interrupted" if state.stopped_by else "end", step=state.step, summary=summary, file=path)
         return RunResult(path, state, summary)
 
@@ -294,14 +312,23 @@ class TrainingRun:
         path = None
         try:
             self._loop().read_mode()
-            try:
-                path = self._save(label, state.step, state.epoch)
-            except ModelError:
-                path = self._save(label, state.step, state.epoch, dtype=torch.float32)
+            path = self._save_somehow(label, state)
         except Exception as second:
             # Whatever this is, the first error is the one to be seen.
             self.console.say(f"The adapter could not be saved: {second}")
         self.records.close("failed", step=state.step, error=f"{type(error).__name__}: {error}", file=path)
+
+    def _save_somehow(self, label: str, state: LoopState) -> Path | None:
+        """Save in fp32 where the chosen format cannot hold the values, and elsewhere where output_dir has no room."""
+        try:
+            return self._save(label, state.step, state.epoch)
+        except ModelError:
+            return self._save(label, state.step, state.epoch, dtype=torch.float32)
+        except OSError as error:
+            output = self._lora_output()
+            self.console.say(f"output_dir cannot take the LoRA ({error.strerror or error}); saving it elsewhere")
+            output.folder = Path(tempfile.mkdtemp(prefix="maulstick-rescued-"))
+            return self._save(label, state.step, state.epoch)
 
     def _save(self, label: str | None, step: int, epoch: int, dtype: torch.dtype | None = None) -> Path | None:
         output = self._lora_output()
