@@ -28,7 +28,7 @@ from maulstick.families.ldm_keys import (
     vae_name,
     vae_weights,
 )
-from maulstick.families.weights import NamedWeights, SafetensorsFile, WeightFile
+from maulstick.weight_files import NamedWeights, SafetensorsFile, WeightFile
 from tests.models import SmallModel, Version, original_layout, single_file, small_model
 
 GOLDEN = Path(__file__).parents[1] / "data" / "blocks"

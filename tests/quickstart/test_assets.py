@@ -1,4 +1,4 @@
-"""The quickstart's shipped material: complete, loadable offline, licensed, within its size, and as good as its README says."""
+"""The quickstart's shipped material: complete, loadable offline, licensed, within its size, as good as it says."""
 
 import hashlib
 import json
@@ -51,7 +51,7 @@ def test_assets_stay_within_32_megabytes():
 @pytest.mark.parametrize("part", ["unet/diffusion_pytorch_model", "vae/diffusion_pytorch_model", "text_encoder/model"])
 def test_weights_are_finite_halves(part: str):
     with safe_open(MODEL / f"{part}.safetensors", "pt") as weights:
-        for name in weights.keys():
+        for name in weights.keys():  # noqa: SIM118
             tensor = weights.get_tensor(name)
             assert tensor.dtype == torch.float16, name
             assert torch.isfinite(tensor).all(), name
@@ -105,7 +105,8 @@ def test_every_picture_has_its_caption(folder: Path, least: int, most: int):
     assert least <= len(pictures) <= most
     assert pictures == set(captions)
     for stem, caption in captions.items():
-        assert caption and "\n" not in caption
+        assert caption
+        assert "\n" not in caption
         with Image.open(folder / f"{stem}.png") as image:
             assert (image.size, image.mode) == ((64, 64), "RGB")
 
@@ -114,7 +115,9 @@ def test_held_out_pictures_are_not_trained_on():
     trained, held_out = captioned(TRAIN), captioned(HELD_OUT)
     assert not set(trained) & set(held_out)
     assert not set(trained.values()) & set(held_out.values())
-    assert not {pixel_hash(path) for path in TRAIN.glob("*.png")} & {pixel_hash(path) for path in HELD_OUT.glob("*.png")}
+    assert not {pixel_hash(path) for path in TRAIN.glob("*.png")} & {
+        pixel_hash(path) for path in HELD_OUT.glob("*.png")
+    }
 
 
 def test_recipe_is_plain_sd_scripts_toml():
@@ -140,16 +143,29 @@ def test_prompts_have_size_steps_guidance_and_a_seed():
     for prompt in prompts:
         text, *options = prompt.split(" --")
         given = dict(option.split(" ", 1) for option in options)
-        assert text.strip() and not set(given) - set("whsldn")
+        assert text.strip()
+        assert not set(given) - set("whsldn")
         assert (given["w"], given["h"]) == ("64", "64")
-        assert 10 <= int(given["s"]) <= 50 and 1 < float(given["l"]) <= 10
+        assert 10 <= int(given["s"]) <= 50
+        assert 1 < float(given["l"]) <= 10
         seeds.add(int(given["d"]))
     assert len(seeds) == len(prompts)
 
 
 def test_attribution_is_beside_the_files():
     readme = (QUICKSTART / "README.md").read_text(encoding="utf-8")
-    for credit in ("Twemoji", "CC-BY 4.0", "OpenMoji", "CC-BY-SA 4.0", "openmoji.org", "emojibase", "MIT", "OpenAI", "Noto", "Fluent"):
+    for credit in (
+        "Twemoji",
+        "CC-BY 4.0",
+        "OpenMoji",
+        "CC-BY-SA 4.0",
+        "openmoji.org",
+        "emojibase",
+        "MIT",
+        "OpenAI",
+        "Noto",
+        "Fluent",
+    ):
         assert credit in readme
     licences = {path.name for path in (QUICKSTART / "LICENSES").iterdir()}
     assert {"CC-BY-4.0.txt", "CC-BY-SA-4.0.txt", "MIT-emojibase.txt", "MIT-CLIP.txt"} <= licences

@@ -26,7 +26,16 @@ from maulstick.tools.lora_choice import LoraChoice
 from maulstick.tools.merge_checkpoint import merge_into_checkpoint, plan_merge
 from maulstick.train.console import QuietConsole
 from tests.models import model_folder, single_file, small_model
-from tests.tools.lora_files import changes, random_lora, save_lora, sdxl_checkpoint, sdxl_lora, sdxl_rows, underscored
+from tests.tools.lora_files import (
+    assert_near,
+    changes,
+    random_lora,
+    save_lora,
+    sdxl_checkpoint,
+    sdxl_lora,
+    sdxl_rows,
+    underscored,
+)
 
 GOLDEN = Path(__file__).parents[1] / "data" / "blocks" / "sdxl.json"
 
@@ -80,7 +89,7 @@ def test_every_weight_gets_its_share_once(layout, strength, lora, tmp_path):
             assert torch.equal(after[name], weight), name
         else:
             assert delta.norm() > 0.1
-            torch.testing.assert_close(after[name], weight + strength * delta, rtol=0, atol=2e-6)
+            assert_near(after[name], weight + strength * delta, 2e-6)
 
 
 @pytest.mark.parametrize("version", ["sd1", "sd2"])
@@ -91,7 +100,7 @@ def test_folder_and_single_file_come_out_the_same(version, tmp_path):
     single = weights_of(merge(single_file(version), tmp_path / "single.safetensors", choice))
     assert folder.keys() == single.keys()
     for name, weight in folder.items():
-        torch.testing.assert_close(single[name], weight, rtol=0, atol=1e-6)
+        assert_near(single[name], weight, 1e-6)
 
 
 def test_strengths_apart_and_by_block_multiply_once(lora, tmp_path):
@@ -103,7 +112,7 @@ def test_strengths_apart_and_by_block_multiply_once(lora, tmp_path):
     for name, delta in changes(random_lora()).items():
         strength = 0.25 * 0.5 if name.startswith("lora_te") else -0.5 * 0.3 * name.startswith("lora_unet_up_blocks_3_")
         strength *= not name.startswith("lora_unet_up_blocks_3_") or "_resnets_2_" in name or "_attentions_2_" in name
-        torch.testing.assert_close(after[name], before[name] + strength * delta, rtol=0, atol=2e-6)
+        assert_near(after[name], before[name] + strength * delta, 2e-6)
 
 
 def test_several_loras_add_up_whatever_their_order(lora, tmp_path):
@@ -114,8 +123,8 @@ def test_several_loras_add_up_whatever_their_order(lora, tmp_path):
     first, second = changes(random_lora()), changes(random_lora(seed=7, conv=False))
     for name, weight in one.items():
         expected = before[name] + 0.5 * first.get(name, 0) + 2.0 * second.get(name, 0)
-        torch.testing.assert_close(weight, expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(two[name], weight, rtol=0, atol=1e-5)
+        assert_near(weight, expected, 1e-5)
+        assert_near(two[name], weight, 1e-5)
 
 
 def test_dora_is_applied_to_the_weight_as_it_was(tmp_path):
@@ -173,7 +182,7 @@ def test_sdxl_names_and_its_fused_text_encoder(golden, unet_names, tmp_path):
     expected[f"{layer}attn.in_proj_weight"] = fused
     assert merged.keys() == expected.keys()
     for key, tensor in expected.items():
-        torch.testing.assert_close(merged[key], tensor, rtol=0, atol=1e-5)
+        assert_near(merged[key], tensor, 1e-5)
 
 
 def test_number_formats(golden, tmp_path):
@@ -274,7 +283,7 @@ def test_metadata_of_a_single_file_is_kept_but_for_its_hash(golden, tmp_path):
     assert [entry["base"] for entry in json.loads(metadata["maulstick.history"])] == ["xl.safetensors", "m.safetensors"]
     restored = load_file(twice)
     for name, tensor in load_file(tmp_path / "xl.safetensors").items():
-        torch.testing.assert_close(restored[name], tensor, rtol=0, atol=1e-5)
+        assert_near(restored[name], tensor, 1e-5)
 
 
 @pytest.mark.parametrize("layout", ["folder", "single file"])

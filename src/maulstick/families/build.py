@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from maulstick.errors import ModelError
-from maulstick.families.weights import NamedWeights
+from maulstick.weight_files import NamedWeights
 
 _NAMED_IN_MESSAGE = 3
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from maulstick.errors import ModelError
 from maulstick.families.recognise import JsonObject, read_json
-from maulstick.families.weights import NamedWeights
+from maulstick.weight_files import NamedWeights
 
 _ASSETS = Path(str(files("maulstick"))) / "assets"
 TOKENIZER_FOLDER = _ASSETS / "clip_tokenizer"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor
 
-from maulstick.families.weights import NamedWeights, Slot, Transform, WeightFile
+from maulstick.weight_files import NamedWeights, Slot, Transform, WeightFile
 
 UNET_PREFIX = "model.diffusion_model."
 VAE_PREFIX = "first_stage_model."

@@ -13,8 +13,8 @@ from maulstick.families.base import Family
 from maulstick.families.noise import PredictionType
 from maulstick.families.recognise import SD1, SD2, JsonObject, Recognised, recognise_file, recognise_folder
 from maulstick.families.source import SdSource, open_folder, open_single_file, open_vae
-from maulstick.families.weights import WeightFile, open_weights
 from maulstick.options.schema import ModelOptions
+from maulstick.weight_files import WeightFile, open_weights
 
 _WANTED = "an SD 1.x or 2.x text-to-image model"
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from maulstick.errors import ModelError
 from maulstick.families.ldm_keys import UNET_PREFIX, VAE_PREFIX
-from maulstick.families.weights import WeightFile
+from maulstick.weight_files import WeightFile
 
 JsonObject = dict[str, Any]
 

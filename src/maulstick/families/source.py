@@ -20,7 +20,7 @@ from maulstick.families.ldm_keys import (
     vae_weights,
 )
 from maulstick.families.recognise import VAE_ALONE, JsonObject, read_json, recognise_file
-from maulstick.families.weights import NamedWeights, Slot, WeightFile, open_weights
+from maulstick.weight_files import NamedWeights, Slot, WeightFile, open_weights
 
 
 @dataclass(frozen=True)

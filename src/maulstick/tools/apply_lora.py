@@ -13,7 +13,8 @@ from torch import nn
 
 from maulstick.adapters.block_presets import BASE, BlockRatios, builtin_presets, resolve_ratios
 from maulstick.adapters.factors import LoraWeights
-from maulstick.adapters.files import assign_modules, data_hash, lora_tensors, read_lora_file
+from maulstick.adapters.files import assign_modules, data_hash, lora_tensors
+from maulstick.adapters.read_formats import read_plain_lora
 from maulstick.errors import ModelError
 from maulstick.families.base import Family
 from maulstick.families.libraries import quiet_libraries
@@ -103,7 +104,7 @@ def apply_loras(
     table = family.key_names.table(modules)
     applied = []
     for number, (choice, own_ratios) in enumerate(zip(choices, ratios, strict=True)):
-        file = read_lora_file(choice.path)
+        file = read_plain_lora(choice.path)
         assigned = assign_modules(file, table, family.name)
         fitted = {
             component: {

@@ -19,8 +19,9 @@ from maulstick.adapters.block_weights import (
     read_part_weights,
 )
 from maulstick.adapters.factors import LoraWeights
-from maulstick.adapters.files import assign_modules, read_lora_file
+from maulstick.adapters.files import assign_modules
 from maulstick.adapters.key_names import KeyNames
+from maulstick.adapters.read_formats import read_plain_lora
 from maulstick.adapters.targets import (
     TEXT_ENCODER_CONTAINERS,
     UNET_CONV_CONTAINERS,
@@ -188,7 +189,7 @@ def _leave_out_blocks(denoiser: str, weights: BlockWeights, layout: BlockLayout,
 def _read_start_weights(path: Path | None, networks: Mapping[str, nn.Module], family: Family) -> StartWeights:
     if path is None:
         return {}
-    file = read_lora_file(path)
+    file = read_plain_lora(path)
     containers = TEXT_ENCODER_CONTAINERS | UNET_CONV_CONTAINERS
     paths = {name: [module.path for module in find_targets(root, containers)] for name, root in networks.items()}
     assigned = assign_modules(file, family.key_names.table(paths), family.name)
