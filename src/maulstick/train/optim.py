@@ -176,12 +176,15 @@ def list_optimizers_command(as_json: bool) -> int:
         print(json.dumps(rows, indent=2))
         return 0
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
     for column in ("optimizer_type", "what it is", "own rate per group", "needs"):
         table.add_column(column)
     for row in rows:
-        table.add_row(row["name"], row["description"], "yes" if row["honours_group_rates"] else "no", row["needs"])
+        own_rate = "yes" if row["honours_group_rates"] else "no"
+        # The brackets of an extra's name would be taken for markup.
+        table.add_row(row["name"], row["description"], own_rate, escape(row["needs"]))
     Console().print(table)
     return 0
