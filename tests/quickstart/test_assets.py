@@ -25,7 +25,7 @@ MEGABYTE = 1_000_000
 
 @pytest.fixture(scope="module")
 def pipeline() -> StableDiffusionPipeline:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two wait for each other on a busy machine
     loaded = StableDiffusionPipeline.from_pretrained(
         MODEL, torch_dtype=torch.float32, safety_checker=None, local_files_only=True
     )
