@@ -1,0 +1,11 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+
+from hypothesis import settings
+
+# A busy machine is no defect, so no time limit per example; and CI must not fail on an example that nobody's change drew.
+settings.register_profile("maulstick", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("maulstick")
