@@ -6,6 +6,6 @@ import os
 
 from hypothesis import settings
 
-# A busy machine is no defect, so no time limit per example; and CI must not fail on an example that nobody's change drew.
+# A busy machine is no defect: no time limit per example. And CI must not fail on an example that no change drew.
 settings.register_profile("maulstick", deadline=None, derandomize=bool(os.environ.get("CI")))
 settings.load_profile("maulstick")
