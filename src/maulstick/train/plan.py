@@ -44,6 +44,7 @@ class Plan:
     base_model_version: str
     prediction_type: str
     resolution: tuple[int, int]
+    further_resolutions: Sequence[tuple[int, int]]
     images: int
     captions: int
     train_images: int
@@ -156,7 +157,7 @@ def weights_sentence(weights: Sequence[float], names: Sequence[str]) -> str:
 
 def plan_lines(plan: Plan) -> list[str]:
     """Return the plan as lines of plain text."""
-    width, height = plan.resolution
+    sizes = ", ".join(f"{width}x{height}" for width, height in [plan.resolution, *plan.further_resolutions])
     lines = [
         f"model      {plan.model}  ({plan.family}, {plan.base_model_version}, predicts {plan.prediction_type})",
         f"data       {plan.images} images, {plan.captions} captions; {plan.train_images} per epoch with repeats"
@@ -169,9 +170,7 @@ def plan_lines(plan: Plan) -> list[str]:
     ]
     shown = ", ".join(f"{b['resolution'][0]}x{b['resolution'][1]}: {b['count']}" for b in plan.buckets[:12])
     more = f" and {len(plan.buckets) - 12} more" if len(plan.buckets) > 12 else ""
-    lines.append(
-        f"sizes      {width}x{height}; " + (f"buckets {shown}{more}" if len(plan.buckets) > 1 else f"all {shown}")
-    )
+    lines.append(f"sizes      {sizes}; " + (f"buckets {shown}{more}" if len(plan.buckets) > 1 else f"all {shown}"))
     lines.append(
         f"length     {plan.total_steps} steps of {plan.images_per_step} images = {plan.epochs} epochs of "
         f"{plan.steps_per_epoch} steps"

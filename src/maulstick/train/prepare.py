@@ -136,6 +136,7 @@ def make_plan(
         base_model_version=family.base_model_version,
         prediction_type=family.prediction_type,
         resolution=summaries[0].resolution,
+        further_resolutions=[summary.resolution for summary in summaries[1:]],
         images=len({record.path for record in index.records}),
         captions=sum(1 for record in index.records if record.caption_file is not None and record.captions),
         train_images=sum(dataset.num_train_images for dataset in index.datasets),
