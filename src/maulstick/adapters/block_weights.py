@@ -145,7 +145,7 @@ def row_weights(option: str, value: Weights, names: Sequence[str], *, allow_curv
 
     Negative weights come from curves with a negative base only, and are left to the threshold.
     """
-    if isinstance(value, str) and "," not in value and not _is_number(value):
+    if isinstance(value, str) and "," not in value and not is_number(value):
         if not allow_curve:
             raise OptionError(f"{option} = {value}: expected {_expected(names, allow_curve=False)}.")
         return curve_weights(value, len(names), option)
@@ -168,7 +168,8 @@ def _items(value: Weights) -> list[str | float]:
     return [value] if isinstance(value, int | float) else list(value)
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Tell whether the text is a number as Python reads one."""
     try:
         float(text)
     except ValueError:

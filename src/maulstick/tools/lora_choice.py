@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from maulstick.adapters.block_weights import is_number
 from maulstick.errors import ModelError, OptionError, nearest_name_hint
 
 _ITEM = re.compile(r"(\w+)=(.*)")
@@ -58,7 +59,7 @@ def parse_lora_choice(text: str) -> LoraChoice:
         item = _ITEM.fullmatch(last)
         if colon and item is not None:
             _add(items, item[1], item[2], text)
-        elif colon and weight is None and _is_number(last):
+        elif colon and weight is None and is_number(last):
             weight = _number("weight", last, text)
         else:
             break
@@ -88,15 +89,7 @@ def _add(items: dict[str, str], key: str, value: str, text: str) -> None:
     items[key] = value.strip()
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
-
-
 def _number(name: str, value: str, text: str) -> float:
-    if not _is_number(value) or not math.isfinite(float(value)):
+    if not is_number(value) or not math.isfinite(float(value)):
         raise OptionError(f"--lora {text}: {name} '{value}' is not a number.")
     return float(value)

@@ -16,7 +16,6 @@ class OptimizerInfo:
         defaults: arguments that differ from the class's own defaults.
         honours_group_rates: two groups with different ``lr`` really move at different speeds.
         estimates_rate: it finds its own step size (a ``d`` in its groups) and wants a learning rate of about 1.
-        has_modes: it must be told by ``train()`` and ``eval()`` whether weights are trained or read (schedule-free).
     """
 
     class_path: str
@@ -25,7 +24,6 @@ class OptimizerInfo:
     defaults: dict[str, Any] = field(default_factory=dict)
     honours_group_rates: bool = True
     estimates_rate: bool = False
-    has_modes: bool = False
 
 
 def _bitsandbytes(name: str, description: str) -> OptimizerInfo:
@@ -46,7 +44,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
     "Lion": OptimizerInfo("pytorch_optimizer.Lion", "sign of the momentum; a third of AdamW's rate", extra="optim"),
     "CAME": OptimizerInfo("pytorch_optimizer.CAME", "confidence-guided Adafactor", extra="optim"),
     "AdamWScheduleFree": OptimizerInfo(
-        "pytorch_optimizer.ScheduleFreeAdamW", "AdamW that needs no schedule", extra="optim", has_modes=True
+        "pytorch_optimizer.ScheduleFreeAdamW", "AdamW that needs no schedule", extra="optim"
     ),
     "Prodigy": OptimizerInfo(
         "pytorch_optimizer.Prodigy",
@@ -63,7 +61,6 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         # undo the ratio between them.
         defaults={"split_groups": False},
         estimates_rate=True,
-        has_modes=True,
     ),
     "DAdaptAdam": OptimizerInfo(
         "pytorch_optimizer.DAdaptAdam",

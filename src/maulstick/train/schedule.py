@@ -1,6 +1,6 @@
-"""Learning-rate factors as pure functions of the update window, and the torch scheduler built on them.
+"""Learning-rate factors as pure functions of the update window; the loop multiplies each group's rate by them.
 
-A factor multiplies each group's own learning rate. Window ``n`` counts from 0; skipped windows count too, so that a
+Window ``n`` counts from 0; skipped windows count too, so that a
 decay always reaches its end. Past the last window every factor keeps its final value.
 """
 
