@@ -25,6 +25,7 @@ from maulstick.train.objective import image_losses, make_noisy
 from maulstick.train.records import RunRecords
 from maulstick.train.schedule import Factor
 from maulstick.train.seeds import derive_seed
+from maulstick.train.watchers import Watcher, WindowDone
 
 Window = Sequence[tuple[MicroBatch, Tensor]]
 """The micro-batches of one update, each with its latents."""
@@ -55,6 +56,7 @@ class LoopParts:
     sample: Callable[[str, int], None] | None
     after_update: Callable[[], dict[str, float]]
     stop_requested: Callable[[], str | None]
+    watchers: Sequence[Watcher] = ()
 
 
 @dataclass
@@ -108,7 +110,12 @@ class TrainingLoop:
         loss = self.accumulate_gradients(window, images)
         outcome = self.update(window, loss)
         extra = self.parts.after_update() if outcome.stepped else {}
-        self._record(window, outcome, extra, time.perf_counter() - started)
+        # The guard has read the loss, over all processes, together with the norm: no second wait for the device.
+        loss_value = math.nan if outcome.verdict.loss is None else outcome.verdict.loss
+        done = WindowDone(self.state.step, self.state.epoch, window, images, outcome, loss_value)
+        self._record(done, extra, time.perf_counter() - started)
+        for watcher in self.parts.watchers:
+            watcher.after_window(self, done)
         return outcome
 
     def accumulate_gradients(self, window: Window, images: float) -> Tensor:
@@ -208,10 +215,9 @@ class TrainingLoop:
 
     # --- what is written down ----------------------------------------------------------------------------------------
 
-    def _record(self, window: Window, outcome: StepOutcome, extra: dict[str, float], seconds: float) -> None:
+    def _record(self, done: WindowDone, extra: dict[str, float], seconds: float) -> None:
         parts, state = self.parts, self.state
-        # The guard has read the loss, over all processes, together with the norm: no second wait for the device.
-        loss = math.nan if outcome.verdict.loss is None else outcome.verdict.loss
+        outcome, loss = done.outcome, done.loss
         parts.records.gradient(state.epoch, state.step_in_epoch, outcome.verdict)
         state.step += 1
         state.step_in_epoch += 1
@@ -239,7 +245,7 @@ class TrainingLoop:
             values["train/loss_scale"] = parts.scaler.get_scale()
         parts.records.step(values, step=state.step, epoch=state.epoch, seconds=seconds)
         if outcome.skipped:
-            self._report_skip(window, outcome)
+            self._report_skip(done.window, outcome)
         for alarm in outcome.alarms:
             parts.console.say(f"step {state.step}: {alarm}")
             parts.records.events.write("alarm", step=state.step, text=alarm)

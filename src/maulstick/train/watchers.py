@@ -1,0 +1,50 @@
+"""What looks at every window after it was trained: alarms, rescue, autopsy. The loop knows none of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from maulstick.guard import StepOutcome
+    from maulstick.train.loop import TrainingLoop, Window
+
+
+@dataclass(frozen=True)
+class WindowDone:
+    """One window after its update was made or skipped.
+
+    Attributes:
+        step: number of the window in the run, from 0; the seeds of its draws come from it.
+        epoch: the epoch it belongs to, from 0.
+        window: its micro-batches on this process, each with its latents.
+        images: mean number of images per process in it, which its losses were divided by.
+        outcome: what the guard saw and decided; the same on all processes.
+        loss: mean loss over all processes; NaN where it is not known.
+    """
+
+    step: int
+    epoch: int
+    window: Window
+    images: float
+    outcome: StepOutcome
+    loss: float
+
+
+class Watcher(Protocol):
+    """Sees every window, on every process, in the same order. It may say that the run ends (``state.stopped_by``).
+
+    The gradients of the window are already cleared when it is called, and the counters stand behind the window.
+    """
+
+    name: str
+
+    def after_window(self, loop: TrainingLoop, done: WindowDone) -> None:
+        """Look at one window. Whatever it decides must come out alike on all processes."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run needs to go on exactly, as plain values and tensors."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take that back."""
