@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -47,8 +48,20 @@ def set_aside(path: Path) -> Path | None:
     """Rename an existing file to ``name.old-N.suffix`` with the first free N; return the new path, if there was one."""
     if not path.exists():
         return None
+    target = _free_old_name(path)
+    path.rename(target)
+    return target
+
+
+def copy_aside(path: Path) -> Path:
+    """Copy a file to the name ``set_aside`` would give it; the file stays where it is."""
+    target = _free_old_name(path)
+    shutil.copyfile(path, target)
+    return target
+
+
+def _free_old_name(path: Path) -> Path:
     number = 1
     while (target := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
         number += 1
-    path.rename(target)
     return target

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maulstick.files_io import set_aside
+from maulstick.files_io import atomic_write, copy_aside, set_aside
 
 
 def json_value(value: Any) -> Any:
@@ -32,10 +32,19 @@ class EventLog:
     end the run: the lines are held and written when there is room again, and ``on_trouble`` is told once.
     """
 
-    def __init__(self, path: Path, on_trouble: Callable[[str], None] = lambda text: None) -> None:
+    def __init__(
+        self, path: Path, on_trouble: Callable[[str], None] = lambda text: None, *, keep_bytes: int = 0
+    ) -> None:
+        """``keep_bytes``: begin with so many bytes of the earlier log, those that a resumed run goes on from."""
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.earlier = set_aside(path)
+        if keep_bytes and path.exists():
+            # Copied and replaced, not renamed: a run killed in between would leave no log to go on with.
+            content = path.read_bytes()
+            self.earlier = copy_aside(path) if len(content) > keep_bytes else None
+            atomic_write(path, content[:keep_bytes])
+        else:
+            self.earlier = set_aside(path)
         self._on_trouble = on_trouble
         self._in_trouble = False
         self._held: list[str] = []
@@ -66,6 +75,10 @@ class EventLog:
         self._held.clear()
         self._in_trouble = False
 
+    def size(self) -> int:
+        """Return the length of the file in bytes, as far as it is written."""
+        return 0 if self._file is None else int(self._file.tell())
+
     def close(self) -> None:
         """Write what is held, if that is possible now, and close the file."""
         if self._file is not None:
@@ -80,6 +93,10 @@ class NoLog:
 
     def write(self, event: str, **fields: Any) -> None:
         """Write nothing."""
+
+    def size(self) -> int:
+        """Return 0."""
+        return 0
 
     def close(self) -> None:
         """Close nothing."""

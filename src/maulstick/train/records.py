@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from maulstick.errors import OptionError
-from maulstick.files_io import set_aside
+from maulstick.files_io import copy_aside, set_aside
 from maulstick.guard import GradientGuard
 from maulstick.guard.log import GradientLog, gradient_log_path
 from maulstick.guard.verdict import Verdict
@@ -57,17 +57,26 @@ class RunRecords:
                 f"output_dir: {self.output_dir} cannot be written ({error.strerror or error}). Name a folder that can."
             ) from error
 
-    def open(self, guard: GradientGuard) -> None:
-        """Begin the files; those of an earlier run of the same name are set aside."""
+    def open(self, guard: GradientGuard, kept: Mapping[str, int] | None = None) -> None:
+        """Begin the files; those of an earlier run of the same name are set aside.
+
+        A resumed run gives what ``state()`` returned: its files begin with what was written up to there.
+        """
         if not self.writes:
             return
+        kept = kept or {}
         name = self.options.run.output_name
-        self.events = EventLog(self.output_dir / f"{name}.events.jsonl", self.console.say)
+        path = self.output_dir / f"{name}.events.jsonl"
+        self.events = EventLog(path, self.console.say, keep_bytes=kept.get("events_bytes", 0))
         if guard.config.log:
             path = gradient_log_path(self.output_dir, name)
-            set_aside(path)
+            rows = kept.get("gradient_rows")
+            if rows is not None and path.exists():
+                copy_aside(path)
+            else:
+                set_aside(path)
             scale = self.options.run.mixed_precision == "fp16"
-            self.gradient_log = GradientLog(path, scale=scale, cosine=guard.config.cosine != "off")
+            self.gradient_log = GradientLog(path, scale=scale, cosine=guard.config.cosine != "off", keep_rows=rows)
         run_name = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(self.started_at))}"
         config = {key: str(value) for key, value in flat_values(self.options).items()}
         self.trackers = open_trackers(self.options.log, output_dir=self.output_dir, run_name=run_name, config=config)
@@ -86,6 +95,16 @@ class RunRecords:
             self.gradient_log.write(epoch, step_in_epoch, verdict)
         except OSError as error:
             self._tell_of_gradient_log(error)
+
+    def state(self) -> dict[str, int]:
+        """Return how far the files are written, for a run that goes on from here."""
+        state = {"events_bytes": self.events.size()}
+        if self.gradient_log is not None:
+            try:
+                state["gradient_rows"] = self.gradient_log.state_dict()["rows"]
+            except OSError as error:
+                self._tell_of_gradient_log(error)
+        return state
 
     def close(self, event: str, **fields: Any) -> None:
         """Write the last event and close everything."""

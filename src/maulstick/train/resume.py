@@ -1,0 +1,248 @@
+"""Exact resume: what a run must know to go on as if it had never stopped, taken from a loop and put back into one.
+
+Order of the images, captions, noise and dropout are functions of (seed, step), and the learning rate of the step, so
+the counters stand for all of them. What has state of its own is here: what trains, the optimizer, the loss scaler, the
+guard, the watchers, and the global random generators that an optimizer might draw from.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+
+from maulstick import __version__
+from maulstick.errors import ModelError, OptionError
+from maulstick.guard.errors import GuardError
+from maulstick.options.schema import RunOptions, TrainOptions
+from maulstick.train.loop import LoopState, TrainingLoop
+from maulstick.train.prepare import Prepared
+from maulstick.train.same_run import (
+    changed_options,
+    dataset_facts,
+    fingerprint,
+    option_values,
+    refuse_other_dataset,
+    refuse_other_parameters,
+)
+from maulstick.train.state_folder import FoundState, find_latest, read_facts
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where a run begins.
+
+    Attributes:
+        found: the state it goes on from, None for a run from the beginning.
+        notes: lines for the user.
+    """
+
+    found: FoundState | None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """The facts of the state, empty where there is none."""
+        return {} if self.found is None else self.found.facts
+
+
+def find_start(run: RunOptions) -> Start:
+    """Find the state that ``resume`` names. Raises ModelError when a named folder is not a whole state."""
+    if not run.resume:
+        return Start(None)
+    if run.resume != AUTO:
+        folder = Path(run.resume)
+        return Start(FoundState(folder, read_facts(folder)))
+    if run.output_dir is None:
+        raise RuntimeError("output_dir is checked when options are read")
+    found, notes = find_latest(run.output_dir, run.output_name)
+    if found is None:
+        notes.append(
+            f"resume: {run.output_dir} holds no state of '{run.output_name}': training starts at the beginning"
+        )
+    return Start(found, tuple(notes))
+
+
+# ---------------------------------------------------------------------------------------- facts
+
+
+def run_facts(prepared: Prepared, world: int, model: str) -> dict[str, Any]:
+    """Return what a state says about its run; ``model`` is the denoiser's fingerprint."""
+    return {
+        "maulstick": __version__,
+        "torch": torch.__version__,
+        "output_name": prepared.options.run.output_name,
+        "seed": prepared.seed,
+        "processes": world,
+        "family": prepared.family.base_model_version,
+        "model": model,
+        "dataset": dataset_facts(prepared.index),
+        "options": option_values(prepared.options),
+    }
+
+
+def check_same_run(facts: Mapping[str, Any], now: Mapping[str, Any], prepared: Prepared) -> list[str]:
+    """Return lines about options that changed and count from now on.
+
+    Raises:
+        OptionError: model, images, number of processes or options are not those of the state; the message has the
+            difference.
+    """
+    notes = changed_options(facts["options"], prepared.options)
+    if facts["family"] != now["family"] or facts["model"] != now["model"]:
+        raise OptionError(
+            f"resume: the state belongs to another base model ({facts['family']}, weights {facts['model'][:8]}; "
+            f"{prepared.plan.model} is {now['family']}, weights {now['model'][:8]})."
+        )
+    if facts["processes"] != now["processes"]:
+        raise OptionError(
+            f"resume: the state was saved by {facts['processes']} processes, this run has {now['processes']}. Each of "
+            "them trains its share of the images, so the run could not go on as it was; start as many."
+        )
+    refuse_other_dataset(facts["dataset"], prepared.index)
+    if facts["torch"] != now["torch"]:
+        notes.append(
+            f"resume: torch was {facts['torch']} and is {now['torch']}; results can differ in their last digits"
+        )
+    return notes
+
+
+def model_fingerprint(prepared: Prepared) -> str:
+    """Return the fingerprint of the frozen denoiser."""
+    return fingerprint(prepared.family.denoiser)
+
+
+# ---------------------------------------------------------------------------------------- state
+
+
+def capture(loop: TrainingLoop) -> dict[str, Any]:
+    """Return the state of the run; every process must call it, and all get the same."""
+    parts = loop.parts
+    return {
+        "counters": counters(loop.state),
+        "parameters": {name: parameter.detach().clone().cpu() for name, parameter in parts.named_parameters},
+        "optimizer": parts.optimizer.state_dict(),
+        "scaler": parts.scaler.state_dict(),
+        "guard": parts.guard.state_dict(),
+        "watchers": {watcher.name: watcher.state_dict() for watcher in parts.watchers},
+        "random": gather_object([_random_state()]),
+    }
+
+
+def restore(loop: TrainingLoop, state: Mapping[str, Any]) -> None:
+    """Put a captured state into a loop that was just built.
+
+    Learning rates stay those of the options: the loop sets them from them in every step.
+
+    Raises:
+        OptionError: the state does not fit what is trained now.
+        ModelError: a part of the state is missing or holds values that are not finite.
+    """
+    parts = loop.parts
+    missing = {"counters", "parameters", "optimizer", "scaler", "guard", "watchers", "random"} - state.keys()
+    if missing:
+        raise ModelError(f"resume: the state lacks {', '.join(sorted(missing))}.")
+    parameters = dict(parts.named_parameters)
+    saved = state["parameters"]
+    refuse_other_parameters({n: t.shape for n, t in saved.items()}, {n: p.shape for n, p in parameters.items()})
+    bad = [name for name, tensor in saved.items() if not torch.isfinite(tensor).all()]
+    if bad:
+        raise ModelError(
+            f"resume: the state holds NaN or infinite values in {len(bad)} tensors, the first is {bad[0]}."
+        )
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(saved[name])
+    try:
+        parts.optimizer.load_state_dict(state["optimizer"])
+    except (ValueError, KeyError) as error:
+        raise OptionError(f"resume: the optimizer's state does not fit ({error}).") from error
+    if parts.scaler.is_enabled():
+        parts.scaler.load_state_dict(state["scaler"])
+    try:
+        parts.guard.load_state_dict(state["guard"])
+    except GuardError as error:
+        raise OptionError(f"resume: {error}") from error
+    for watcher in parts.watchers:
+        if watcher.name in state["watchers"]:
+            watcher.load_state_dict(state["watchers"][watcher.name])
+    restore_counters(loop.state, state["counters"])
+    _restore_random_state(state["random"][parts.accelerator.process_index])
+
+
+def counters(state: LoopState) -> dict[str, Any]:
+    """Return a loop's counters as plain values; a reason to stop belongs to the run that stopped."""
+    values = {name: value for name, value in vars(state).items() if name not in ("stopped_by", "stop_was_asked_for")}
+    return {**values, "recent_losses": list(state.recent_losses)}
+
+
+def restore_counters(state: LoopState, saved: Mapping[str, Any]) -> None:
+    """Take counters back."""
+    for name, value in saved.items():
+        setattr(state, name, deque(value, maxlen=state.recent_losses.maxlen) if name == "recent_losses" else value)
+
+
+def _random_state() -> dict[str, Any]:
+    kind, keys, *rest = np.random.get_state()
+    states: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _restore_random_state(states: Mapping[str, Any]) -> None:
+    version, numbers, gauss = states["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    kind, keys, *rest = states["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(states["torch"])
+    if "cuda" in states and torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+
+
+def saved_at() -> float:
+    """Return the time that goes into a state's facts."""
+    return time.time()
+
+
+# ---------------------------------------------------------------------------------------- initial_step
+
+
+def begin_at(loop: TrainingLoop, run: RunOptions) -> str | None:
+    """Set the counters to ``initial_step`` or ``initial_epoch``; return a line for the user, None without them.
+
+    With ``skip_until_initial_step`` the data goes on there as well, as if the steps before had been made; without it
+    the data begins with the first image of an epoch, as in sd-scripts. The learning rate follows the counter.
+
+    Raises:
+        OptionError: the step is not before the end of training.
+    """
+    if run.initial_step is None and run.initial_epoch is None:
+        return None
+    per_epoch = loop.windows_per_epoch
+    step = run.initial_step if run.initial_step is not None else (int(run.initial_epoch or 1) - 1) * per_epoch
+    name = "initial_step" if run.initial_step is not None else f"initial_epoch = {run.initial_epoch}: step"
+    if step >= loop.parts.total_steps:
+        raise OptionError(f"{name} {step} is not before the end of training ({loop.parts.total_steps} steps).")
+    loop.state.step, loop.state.epoch = step, step // per_epoch
+    loop.state.step_in_epoch = step % per_epoch if run.skip_until_initial_step else 0
+    return f"training begins at step {step}, in epoch {loop.state.epoch + 1}; the learning rate is that of this step"
+
+
+def begins_late(options: TrainOptions) -> bool:
+    """Return whether ``initial_step`` or ``initial_epoch`` moves the beginning."""
+    return options.run.initial_step is not None or options.run.initial_epoch is not None

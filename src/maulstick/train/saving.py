@@ -1,0 +1,206 @@
+"""What a run saves on its way and at its end: LoRA files and state folders, and which older ones it removes."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+
+from maulstick.errors import ModelError
+from maulstick.options.schema import RunOptions
+from maulstick.train.console import RunConsole
+from maulstick.train.loop import LoopState, TrainingLoop
+from maulstick.train.output import LoraOutput
+from maulstick.train.prepare import Prepared
+from maulstick.train.records import RunRecords
+from maulstick.train.resume import capture, model_fingerprint, run_facts, saved_at
+from maulstick.train.state_folder import remove_leftovers, remove_state, state_name, write_state
+
+Kind = Literal["step", "epoch"]
+Saved = dict[Kind, dict[int, Path]]
+"""What this run wrote at a step and at the end of an epoch: number -> path."""
+
+
+@dataclass
+class RunSaver:
+    """Writes the adapter and the state; only the first process writes, and all of them must call it.
+
+    Only ``save_last_n_*`` lets it remove files, and only those that this run wrote, before or after a resume.
+    """
+
+    prepared: Prepared
+    output: LoraOutput
+    console: RunConsole
+    records: RunRecords
+    accelerator: Accelerator
+    loop: TrainingLoop | None = None
+    files: Saved = field(default_factory=lambda: {"step": {}, "epoch": {}})
+    states: Saved = field(default_factory=lambda: {"step": {}, "epoch": {}})
+    _facts: dict[str, Any] | None = None
+
+    @property
+    def _run(self) -> RunOptions:
+        return self.prepared.options.run
+
+    # --- the adapter -------------------------------------------------------------------------------------------------
+
+    def save(self, label: str | None, step: int, epoch: int, dtype: torch.dtype | None = None) -> Path | None:
+        """Write the adapter; return the file, None where nothing was trained yet and on the other processes.
+
+        Raises ModelError when a trained value is not finite in the chosen format, OSError when the disk refuses.
+        """
+        if not self.accelerator.is_main_process or step == 0:
+            return None
+        path = self.output.save(label, step=step, epoch=epoch, dtype=dtype)
+        earlier = self.output.written[path]
+        aside = f" (the earlier file is now {earlier.name})" if earlier else ""
+        self.console.say(f"saved {path}{aside}")
+        self.records.events.write("save", file=path, step=step, earlier_file=earlier)
+        return path
+
+    def save_intermediate(self, label: str, step: int, epoch: int) -> None:
+        """Save on the way. A disk that is full now may not be at the end: report it and go on."""
+        try:
+            path = self.save(label, step, epoch)
+        except OSError as error:
+            self.console.say(f"step {step}: the adapter could not be saved ({error}); training goes on")
+            self.records.events.write("save_failed", step=step, error=str(error))
+            return
+        if path is not None:
+            kind, number = _kind(label, step, epoch)
+            self.files[kind][number] = path
+            self._remove_older_files(kind, number)
+
+    def save_somehow(self, label: str, state: LoopState) -> Path | None:
+        """Save in fp32 where the chosen format cannot hold the values, and elsewhere where output_dir has no room."""
+        try:
+            return self.save(label, state.step, state.epoch)
+        except ModelError:
+            return self.save(label, state.step, state.epoch, dtype=torch.float32)
+        except OSError as error:
+            self.console.say(f"output_dir cannot take the LoRA ({error.strerror or error}); saving it elsewhere")
+            self.output.folder = Path(tempfile.mkdtemp(prefix="maulstick-rescued-"))
+            return self.save(label, state.step, state.epoch)
+
+    # --- the state ---------------------------------------------------------------------------------------------------
+
+    def save_state(self, label: str, state: LoopState) -> None:
+        """Save the state beside an intermediate LoRA file, where ``save_state`` asks for it."""
+        if not self._run.save_state:
+            return
+        kind, number = _kind(label, state.step, state.epoch)
+        others = self.states[kind]
+        self.states[kind] = {**others, number: self._folder(label)}
+        if self._write_state(label, state):
+            self._remove_older_states(kind, number)
+        else:
+            self.states[kind] = others
+
+    def save_state_at_end(self, state: LoopState) -> None:
+        """Save the state at the end of training, and where the user stopped it; not of a run that went wrong."""
+        wanted = self._run.save_state or self._run.save_state_on_train_end
+        if wanted and state.step and (state.stopped_by is None or state.stop_was_asked_for):
+            self._write_state(end_label(state), state)
+
+    def _write_state(self, label: str | None, state: LoopState) -> bool:
+        """Write a state folder; return whether it is there. A disk that refuses is reported, and the run goes on."""
+        if self.loop is None:
+            raise RuntimeError("the run sets the loop")
+        captured = capture(self.loop)
+        if not self.accelerator.is_main_process:
+            return False
+        folder = self._folder(label)
+        facts = {
+            **self._run_facts(),
+            "step": state.step,
+            "epoch": state.epoch,
+            "saved_at": saved_at(),
+            "records": self.records.state(),
+            "saved": {"files": _as_json(self.files), "states": _as_json(self.states)},
+        }
+        try:
+            earlier = write_state(folder, captured, facts)
+        except OSError as error:
+            self.console.say(f"step {state.step}: the state could not be saved ({error}); training goes on")
+            self.records.events.write("save_state_failed", step=state.step, error=str(error))
+            return False
+        aside = f" (the earlier one is now {earlier.name})" if earlier else ""
+        self.console.say(f"saved {folder}{aside}")
+        self.records.events.write("save_state", folder=folder, step=state.step, earlier_folder=earlier)
+        return True
+
+    def _folder(self, label: str | None) -> Path:
+        if self._run.output_dir is None:
+            raise RuntimeError("output_dir is checked when options are read")
+        return self._run.output_dir / state_name(self._run.output_name, label)
+
+    def _run_facts(self) -> dict[str, Any]:
+        """The model does not change while it trains, so its fingerprint is taken once."""
+        if self._facts is None:
+            model = model_fingerprint(self.prepared)
+            self._facts = run_facts(self.prepared, self.accelerator.num_processes, model)
+        return self._facts
+
+    def go_on_from(self, facts: Mapping[str, Any]) -> None:
+        """Take over what the run that saved these facts had written, and clean up what its last write left behind."""
+        saved = facts.get("saved", {})
+        folder = self._folder(None).parent
+        for mine, theirs in ((self.files, saved.get("files", {})), (self.states, saved.get("states", {}))):
+            for kind in mine:
+                for number, name in theirs.get(kind, {}).items():
+                    if (folder / name).exists():
+                        mine[kind][int(number)] = folder / name
+        if self.accelerator.is_main_process:
+            remove_leftovers(folder, self._run.output_name)
+
+    # --- removing ----------------------------------------------------------------------------------------------------
+
+    def _remove_older_files(self, kind: Kind, number: int) -> None:
+        run = self._run
+        last = run.save_last_n_steps if kind == "step" else run.save_last_n_epochs
+        for path in _take_out_older(self.files[kind], oldest_kept(kind, number, last, run.save_every_n_epochs or 1)):
+            path.unlink(missing_ok=True)
+            self.records.events.write("remove", file=path)
+
+    def _remove_older_states(self, kind: Kind, number: int) -> None:
+        run = self._run
+        if kind == "step":
+            last = run.save_last_n_steps_state or run.save_last_n_steps
+        else:
+            last = run.save_last_n_epochs_state or run.save_last_n_epochs
+        for folder in _take_out_older(self.states[kind], oldest_kept(kind, number, last, run.save_every_n_epochs or 1)):
+            if folder.is_dir():
+                remove_state(folder)
+                self.records.events.write("remove", folder=folder)
+
+
+def end_label(state: LoopState) -> str | None:
+    """Return the label of what is saved at the end: none for a finished run."""
+    return f"interrupted-step{state.step:08d}" if state.stopped_by else None
+
+
+def oldest_kept(kind: Kind, number: int, last: int | None, every_n_epochs: int) -> int:
+    """Return the smallest step or epoch that ``save_last_n_*`` keeps, as sd-scripts counts.
+
+    ``save_last_n_steps`` is a distance in steps, ``save_last_n_epochs`` a number of saved files.
+    """
+    if not last:
+        return 0
+    return number - last if kind == "step" else number - every_n_epochs * last + 1
+
+
+def _take_out_older(saved: dict[int, Path], oldest: int) -> list[Path]:
+    return [saved.pop(number) for number in sorted(saved) if number < oldest]
+
+
+def _kind(label: str, step: int, epoch: int) -> tuple[Kind, int]:
+    return ("step", step) if label.startswith("step") else ("epoch", epoch)
+
+
+def _as_json(saved: Saved) -> dict[str, dict[int, str]]:
+    return {kind: {number: path.name for number, path in paths.items()} for kind, paths in saved.items()}
