@@ -143,7 +143,7 @@ def test_mapping_agrees_with_diffusers_converters(version: Version, caplog: pyte
 
 
 def test_names_outside_the_layout_are_left_over_not_guessed(tmp_path: Path) -> None:
-    for name in ("label_emb.0.0.weight", "input_blocks.1.0.new_layer.weight", "middle_block.3.in_layers.0.weight", "x"):
+    for name in ("label_emb.weight", "input_blocks.1.0.new_layer.weight", "middle_block.3.in_layers.0.weight", "x"):
         assert unet_name(name) is None
     for name in ("encoder.mid.attn_1.x.weight", "encoder.something.weight", "quant.weight"):
         assert vae_name(name, 4) is None

@@ -110,6 +110,7 @@ def test_what_a_prompt_leaves_open_is_filled_in_and_what_it_says_stays() -> None
     assert defaults == Prompt("", negative="", width=512, height=512, scale=7.5, steps=30)
     assert default_prompt(768).width == 512
     assert default_prompt(64).height == 64
+    assert default_prompt(1024).height == 1024
     whole = Prompt("a", steps=5, scale=0.0, negative="").completed(
         Prompt("", negative="x", steps=30, scale=7.5, seed=3)
     )

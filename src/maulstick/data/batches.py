@@ -14,6 +14,7 @@ from random import Random
 from maulstick.data.buckets import Size
 from maulstick.data.captions import caption_for, shuffled
 from maulstick.data.records import DatasetIndex, ImageRecord
+from maulstick.families.framing import Framing
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,14 @@ class BatchItem:
     def crop(self) -> tuple[int, int, int, int]:
         """(left, top, right, bottom) of the bucket in the resized image, before mirroring."""
         return self.record.placement.crop
+
+    @property
+    def framing(self) -> Framing:
+        """How the picture was cut out of its image, as a mirrored picture shows it where it is mirrored."""
+        placement = self.record.placement
+        left, top, right, _ = placement.crop
+        left = placement.resized[0] - right if self.flipped else left
+        return Framing(self.record.size, (left, top), placement.bucket)
 
 
 @dataclass(frozen=True)

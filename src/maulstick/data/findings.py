@@ -25,13 +25,22 @@ class Finding:
     Attributes:
         code: fixed name of this kind of finding, for programs that read the JSON.
         paths: every file or folder concerned; the message names the first few.
-        message: what was found, what will happen, and what to do where something can be done.
+        message: what was found and what will happen; what to do too, where ``advice`` is empty.
+        why: why it matters; empty where the message says it.
+        advice: what to set or to do.
     """
 
     severity: Severity
     code: str
     paths: tuple[Path, ...]
     message: str
+    why: str = ""
+    advice: str = ""
+
+    @property
+    def text(self) -> str:
+        """All of it in one line."""
+        return " ".join(part for part in (self.message, self.why, self.advice) if part)
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding as plain values."""
@@ -40,6 +49,8 @@ class Finding:
             "code": self.code,
             "paths": [str(path) for path in self.paths],
             "message": self.message,
+            "why": self.why,
+            "advice": self.advice,
         }
 
 

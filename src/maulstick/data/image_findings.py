@@ -53,11 +53,17 @@ def size_findings(images: Sequence[ImageRecord]) -> list[Finding]:
         verb = "is" if len(records) == 1 else "are"
         message = (
             f"'{folder.name}': {counted(len(records), 'image')} {verb} far smaller than the training size and will be "
-            f"enlarged, which teaches blur: {names(described)}. Use larger images, a lower resolution, or "
-            "bucket_no_upscale with enable_bucket."
+            f"enlarged: {names(described)}."
         )
         findings.append(
-            Finding(Severity.WARNING, "image_far_below_bucket", tuple(record.path for record in records), message)
+            Finding(
+                Severity.WARNING,
+                "image_far_below_bucket",
+                tuple(record.path for record in records),
+                message,
+                why="Enlarged images teach blur.",
+                advice="Use larger images, a lower resolution, or bucket_no_upscale with enable_bucket.",
+            )
         )
     return findings
 
@@ -76,7 +82,16 @@ def duplicate_findings(images: Sequence[ImageRecord]) -> list[Finding]:
         captions = "the same caption" if len({record.captions for record in records}) == 1 else "different captions"
         message = f"{shown} are the same picture, with {captions}: each of them is used."
         paths = tuple(record.path for record in records)
-        findings.append(Finding(Severity.WARNING, "duplicate_content", paths, message))
+        findings.append(
+            Finding(
+                Severity.WARNING,
+                "duplicate_content",
+                paths,
+                message,
+                why="It counts as often as it is there, so the LoRA learns this one picture more than the others.",
+                advice="Keep one of them; repeats are set by the number in the folder's name.",
+            )
+        )
     return findings
 
 

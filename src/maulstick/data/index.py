@@ -65,6 +65,7 @@ def build_index(
         record = _record(candidate, len(images), checked[candidate.path], choosers[candidate.dataset], findings)
         if record is not None:
             images.append(record)
+    _refuse_endless_epoch(images)
     datasets = [
         IndexedDataset(spec, balance_regularisation([image for image in images if image.dataset == number]))
         for number, spec in enumerate(specs)
@@ -191,6 +192,28 @@ def _record(
         content_hash=content_hash,
         placement=placement,
     )
+
+
+MOST_IMAGES_PER_EPOCH = 10**7
+"""An epoch of more images, repeats counted, is a slip of the pen: at 100 images a second it would take a day."""
+
+
+def _refuse_endless_epoch(images: Sequence[ImageRecord]) -> None:
+    """Refuse repeats that no run gets through; the list of an epoch alone would not fit into memory."""
+    total = sum(image.subset.num_repeats for image in images)
+    if total <= MOST_IMAGES_PER_EPOCH:
+        return
+    worst = max(images, key=lambda image: image.subset.num_repeats).subset
+    raise DataError(
+        f"An epoch would have {_large(total)} images, more than {MOST_IMAGES_PER_EPOCH:,}: the folder "
+        f"'{worst.image_dir.name}' repeats each of its images {_large(worst.num_repeats)} times. Give it a smaller "
+        f"number, such as 10 ({worst.image_dir})."
+    )
+
+
+def _large(number: int) -> str:
+    # Python's own conversion to text and to a float both have an end.
+    return f"{number:,}" if number < 10**15 else "more than 10^15"
 
 
 _REASONS_SHOWN = 12

@@ -37,6 +37,7 @@ class FolderContents:
         hidden: files whose names start with a dot.
         others: files that are neither images nor captions nor ours.
         folders: visible folders in it.
+        dangling: links to something that is not there.
     """
 
     images: tuple[Path, ...]
@@ -44,12 +45,13 @@ class FolderContents:
     hidden: tuple[Path, ...]
     others: tuple[Path, ...]
     folders: tuple[Path, ...]
+    dangling: tuple[Path, ...] = ()
 
 
 def look_into(folder: Path, caption_extensions: Iterable[str] = CAPTION_EXTENSIONS) -> FolderContents:
     """List a folder. Raises DataError where it cannot be read."""
     wanted = {extension.lower() for extension in caption_extensions}
-    images, hidden, others, folders = [], [], [], []
+    images, hidden, others, folders, dangling = [], [], [], [], []
     captions: dict[str, dict[str, Path]] = {}
     try:
         with os.scandir(folder) as listing:
@@ -65,13 +67,15 @@ def look_into(folder: Path, caption_extensions: Iterable[str] = CAPTION_EXTENSIO
                 hidden.append(path)
         elif is_folder:
             folders.append(path)
+        elif path.is_symlink() and not path.exists():
+            dangling.append(path)
         elif is_image_name(path):
             images.append(path)
         elif path.suffix.lower() in wanted:
             captions.setdefault(path.stem, {})[path.suffix.lower()] = path
         else:
             others.append(path)
-    return FolderContents(tuple(images), captions, tuple(hidden), tuple(others), tuple(folders))
+    return FolderContents(tuple(images), captions, tuple(hidden), tuple(others), tuple(folders), tuple(dangling))
 
 
 def images_below(folder: Path, depth: int = _DEPTH_LOOKED_INTO) -> dict[Path, tuple[Path, ...]]:
@@ -105,7 +109,7 @@ def suggested_folder_name(name: str) -> str:
 def root_findings(root: Path, option: str) -> list[Finding]:
     """Return what in ``train_data_dir`` or ``reg_data_dir`` is not used because of its place or its name."""
     contents = look_into(root)
-    findings = []
+    findings = _dangling_links(root, contents)
     used = [folder for folder in contents.folders if _repeats(folder) is not None]
     if contents.images:
         findings.append(_images_at_top_level(root, option, contents.images, has_image_folders=bool(used)))
@@ -113,6 +117,18 @@ def root_findings(root: Path, option: str) -> list[Finding]:
         if folder not in used:
             findings += _folder_without_repeats(folder, root, option)
     return findings
+
+
+def _dangling_links(folder: Path, contents: FolderContents) -> list[Finding]:
+    if not contents.dangling:
+        return []
+    one = len(contents.dangling) == 1
+    message = (
+        f"'{folder.name}': {counted(len(contents.dangling), 'link')} ({names(contents.dangling)}) "
+        f"{'points to something that is' if one else 'point to things that are'} not there: not used. Mend or remove "
+        f"{'it' if one else 'them'}."
+    )
+    return [Finding(Severity.ERROR, "dangling_link", contents.dangling, message)]
 
 
 def _repeats(folder: Path) -> int | None:
@@ -180,7 +196,7 @@ def _folder_without_repeats(folder: Path, root: Path, option: str) -> list[Findi
 def contents_findings(subset: SubsetSpec, contents: FolderContents) -> list[Finding]:
     """Return what in an image folder is not used: images in folders below it, other files, captions without image."""
     folder = subset.image_dir
-    findings = []
+    findings = _dangling_links(folder, contents)
     try:
         too_deep = images_below(folder)
     except DataError as error:

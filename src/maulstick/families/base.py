@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from maulstick.adapters.block_weights import NamedBlocks
 from maulstick.adapters.key_names import KeyNames
+from maulstick.families.framing import Framing
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -118,6 +119,13 @@ class Family(ABC):
     @abstractmethod
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Run the text encoders; differentiable where their LoRA is trained."""
+
+    def image_conditioning(self, framings: Sequence[Framing]) -> Conditioning:
+        """Return what the denoiser is told about the pictures beside their captions, one row for each; often nothing.
+
+        It joins what ``encode_text`` gives. A denoiser that is not told takes its pictures for whole images.
+        """
+        return {}
 
     @abstractmethod
     def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:

@@ -44,9 +44,9 @@ def build_module(
 
 
 def _with_prefix_of(expected: Mapping[str, Tensor], weights: NamedWeights) -> NamedWeights:
-    """transformers 4.x names a text encoder's weights ``text_model.…``, 5.x leaves that out."""
-    if all(name.startswith("text_model.") for name in expected):
-        return weights.renamed(lambda name: f"text_model.{name}")
+    """transformers 4.x names a text encoder's weights ``text_model.…``; 5.x where there is a projection beside it."""
+    if any(name.startswith("text_model.") for name in expected):
+        return weights.renamed(lambda name: name if name in expected else f"text_model.{name}")
     return weights
 
 

@@ -66,7 +66,6 @@ def text_states(text_encoder: nn.Module, tokens: Tensor, clip_skip: int | None) 
     ``clip_skip`` counts layers from the end; None and 1 take the last one. The final layer norm is applied to whichever
     layer is taken.
     """
-    batch = tokens.shape[0]
     windows = tokens.reshape(-1, CHUNK)
     if clip_skip is None or clip_skip == 1:
         states = text_encoder(windows).last_hidden_state
@@ -75,8 +74,27 @@ def text_states(text_encoder: nn.Module, tokens: Tensor, clip_skip: int | None) 
         # transformers 4.x keeps the layers in a module of their own.
         owner: Any = getattr(text_encoder, "text_model", text_encoder)
         states = owner.final_layer_norm(layer)
-    if len(windows) == batch:
+    return _joined(states, len(tokens))
+
+
+def layer_states(text_encoder: nn.Module, tokens: Tensor, layer: int) -> tuple[Tensor, Any]:
+    """Return the states as in ``text_states``, of the layer counted from the end, but without the final layer norm.
+
+    The encoder's whole output for the B n windows comes second.
+    """
+    output = text_encoder(tokens.reshape(-1, CHUNK), output_hidden_states=True)
+    return _joined(output.hidden_states[-layer], len(tokens)), output
+
+
+def pooled_states(output: Any, captions: int) -> Tensor:
+    """Return the projected end mark (B, P) of each caption's first window, as sd-scripts takes it."""
+    embeddings: Tensor = output.text_embeds
+    return embeddings.reshape(captions, -1, embeddings.shape[-1])[:, 0]
+
+
+def _joined(states: Tensor, captions: int) -> Tensor:
+    if len(states) == captions:
         return states
-    states = states.reshape(batch, -1, CHUNK, states.shape[-1])
+    states = states.reshape(captions, -1, CHUNK, states.shape[-1])
     bodies = states[:, :, 1:-1].flatten(1, 2)
     return torch.cat([states[:, 0, :1], bodies, states[:, -1, -1:]], dim=1)

@@ -15,12 +15,12 @@ from maulstick.weight_files import NamedWeights
 _ASSETS = Path(str(files("maulstick"))) / "assets"
 TOKENIZER_FOLDER = _ASSETS / "clip_tokenizer"
 
-# Original CLIP text encoders and the UNet of SD 2.x have heads of this width; SD 1.x has eight heads of any width.
+# Original CLIP text encoders and the UNets of SD 2.x and SDXL have heads of this width; SD 1.x has eight of any width.
 _HEAD_WIDTH = 64
 
 
 def shipped_config(model: str, part: str) -> JsonObject:
-    """Return the config of ``part`` ("unet", "scheduler", …) of ``model`` ("sd1", "sd2-base" or "sd2-768-v")."""
+    """Return the config of ``part`` ("unet", "scheduler", …) of "sd1", "sd2-base", "sd2-768-v" or "sdxl-base"."""
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     return read_json(_ASSETS / "model_configs" / model / part / name)
 
@@ -30,17 +30,23 @@ def fit_unet(config: JsonObject, weights: NamedWeights) -> JsonObject:
     shapes = _shapes(weights)
     levels = len(config["block_out_channels"])
     widths = [_first(shapes, f"down_blocks.{level}.resnets.0.conv2.weight", "UNet") for level in range(levels)]
+    with_attention = [level for level in range(levels) if config["down_block_types"][level] == "CrossAttnDownBlock2D"]
+    attention = f"down_blocks.{with_attention[0]}.attentions.0"
     fitted: dict[str, Any] = {
         "block_out_channels": widths,
         "in_channels": shapes["conv_in.weight"][1],
         "out_channels": _first(shapes, "conv_out.weight", "UNet"),
-        "cross_attention_dim": _second(
-            shapes, "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight", "UNet"
-        ),
-        "use_linear_projection": len(shapes.get("down_blocks.0.attentions.0.proj_in.weight", (0, 0, 0, 0))) == 2,
+        "cross_attention_dim": _second(shapes, f"{attention}.transformer_blocks.0.attn2.to_k.weight", "UNet"),
+        "use_linear_projection": len(shapes.get(f"{attention}.proj_in.weight", (0, 0, 0, 0))) == 2,
     }
     if isinstance(config["attention_head_dim"], list):
-        fitted["attention_head_dim"] = [_heads(width, "UNet") for width in widths]
+        fitted["attention_head_dim"] = [
+            _heads(width, "UNet") if level in with_attention else max(1, width // _HEAD_WIDTH)
+            for level, width in enumerate(widths)
+        ]
+    if "projection_class_embeddings_input_dim" in config:
+        added = _second(shapes, "add_embedding.linear_1.weight", "UNet")
+        fitted["projection_class_embeddings_input_dim"] = added
     return {**config, **fitted}
 
 
@@ -65,6 +71,7 @@ def fit_text_encoder(config: JsonObject, weights: NamedWeights) -> JsonObject:
     shapes = _shapes(weights)
     vocabulary, width = shapes.get("embeddings.token_embedding.weight", (config["vocab_size"], config["hidden_size"]))
     fitted = {
+        "projection_dim": shapes.get("text_projection.weight", (config["projection_dim"],))[0],
         "vocab_size": vocabulary,
         "hidden_size": width,
         "num_attention_heads": _heads(width, "text encoder"),

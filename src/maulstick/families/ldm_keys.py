@@ -14,6 +14,9 @@ UNET_PREFIX = "model.diffusion_model."
 VAE_PREFIX = "first_stage_model."
 CLIP_PREFIX = "cond_stage_model.transformer."
 OPEN_CLIP_PREFIX = "cond_stage_model.model."
+# SDXL has two text encoders, each in the layout of its own library.
+SDXL_CLIP_PREFIX = "conditioner.embedders.0.transformer."
+SDXL_OPEN_CLIP_PREFIX = "conditioner.embedders.1.model."
 
 # Input and output blocks are numbered through all levels; a level owns three numbers: two (or three) resnets, and the
 # place of the down- or upsampler.
@@ -33,6 +36,9 @@ _UNET_OUTSIDE_BLOCKS = {
     "input_blocks.0.0": "conv_in",
     "out.0": "conv_norm_out",
     "out.2": "conv_out",
+    # SDXL's embedding of pooled text and sizes.
+    "label_emb.0.0": "add_embedding.linear_1",
+    "label_emb.0.2": "add_embedding.linear_2",
 }
 _UNET_BLOCK = re.compile(r"(input_blocks|middle_block|output_blocks)\.(\d+)\.(?:(\d+)\.)?(.+)")
 
@@ -145,24 +151,32 @@ def vae_weights(file: WeightFile, prefix: str = VAE_PREFIX) -> NamedWeights:
     return _collect(file, names, rename, prefix)
 
 
-def clip_weights(file: WeightFile) -> NamedWeights:
+def clip_weights(file: WeightFile, prefix: str = CLIP_PREFIX) -> NamedWeights:
     """Return the CLIP text encoder of an SD 1.x checkpoint under transformers' names, without ``text_model.``."""
-    names = [name for name in _under(file, CLIP_PREFIX) if name.removeprefix(CLIP_PREFIX) not in UNUSED_TEXT_TENSORS]
-    return _collect(file, names, lambda name: _one(name.removeprefix("text_model.")), CLIP_PREFIX)
+    names = [name for name in _under(file, prefix) if name.removeprefix(prefix) not in UNUSED_TEXT_TENSORS]
+    return _collect(file, names, lambda name: _one(name.removeprefix("text_model.")), prefix)
 
 
-def open_clip_weights(file: WeightFile, layers: int) -> NamedWeights:
-    """Return the OpenCLIP text encoder of an SD 2.x checkpoint under transformers' names, without ``text_model.``.
+def open_clip_weights(
+    file: WeightFile, layers: int, prefix: str = OPEN_CLIP_PREFIX, *, with_projection: bool = False
+) -> NamedWeights:
+    """Return the OpenCLIP text encoder of a checkpoint under transformers' names, without ``text_model.``.
 
     The checkpoint's layers from number ``layers`` on are left out: SD 2.x takes its text states before the last one.
+    SDXL needs the projection of the pooled text, which the others leave aside.
     """
+    projection = "text_projection"
 
     def is_used(name: str) -> bool:
         match = _OPEN_CLIP_LAYER.fullmatch(name)
-        return name not in UNUSED_TEXT_TENSORS and (match is None or int(match[1]) < layers)
+        is_unused = name in UNUSED_TEXT_TENSORS and not (with_projection and name == projection)
+        return not is_unused and (match is None or int(match[1]) < layers)
 
-    names = [name for name in _under(file, OPEN_CLIP_PREFIX) if is_used(name.removeprefix(OPEN_CLIP_PREFIX))]
-    return _collect(file, names, _open_clip_names, OPEN_CLIP_PREFIX)
+    def rename(name: str) -> Mapping[str, Transform | None]:
+        return _one(f"{projection}.weight", _transposed) if name == projection else _open_clip_names(name)
+
+    names = [name for name in _under(file, prefix) if is_used(name.removeprefix(prefix))]
+    return _collect(file, names, rename, prefix)
 
 
 def _open_clip_names(name: str) -> Mapping[str, Transform | None]:
@@ -217,6 +231,11 @@ def _count_from_zero(names: Iterable[str], pattern: re.Pattern[str]) -> int:
 def _as_matrix(weight: Tensor) -> Tensor:
     """The VAE's attention projections are 1x1 convolutions in the original and matrices in diffusers."""
     return weight.reshape(weight.shape[0], -1)
+
+
+def _transposed(weight: Tensor) -> Tensor:
+    """OpenCLIP multiplies the pooled text by its projection from the right."""
+    return weight.T.contiguous()
 
 
 def _third(place: int) -> Transform:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ _BASE_ADVICE = "Train on the ordinary text-to-image model it was made from."
 SD1 = Recognised("sd1", "an SD 1.x model")
 SD2 = Recognised("sd2", "an SD 2.x model")
 SDXL = Recognised("sdxl", "an SDXL model")
+_SDXL_REFINER = Recognised("sdxl_refiner", "the SDXL refiner or a model like it", "Train on the SDXL base model.")
 SD3 = Recognised("sd3", "an SD3 or SD3.5 model")
 FLUX = Recognised("flux", "a FLUX model")
 LORA = Recognised("lora", "a LoRA or similar adapter file", _LORA_ADVICE)
@@ -72,7 +73,12 @@ _SIGNS: tuple[tuple[Callable[[Collection[str]], bool], Recognised], ...] = (
         lambda names: _any_starts(names, "ip_adapter.", "image_proj."),
         Recognised("ip_adapter", "an IP-Adapter", _PART_ADVICE),
     ),
-    (lambda names: _any_starts(names, "conditioner.embedders."), SDXL),
+    (
+        lambda names: (
+            _any_starts(names, "conditioner.embedders.0.model.") and not _any_starts(names, "conditioner.embedders.1.")
+        ),
+        _SDXL_REFINER,
+    ),
     (lambda names: any("joint_blocks.0." in name for name in names), SD3),
     (lambda names: any("double_blocks.0." in name for name in names), FLUX),
     (
@@ -95,13 +101,13 @@ _SIGNS: tuple[tuple[Callable[[Collection[str]], bool], Recognised], ...] = (
 
 # Beginnings of pipeline class names, most specific first.
 _BY_PIPELINE = (
-    ("StableDiffusionXL", SDXL),
     ("StableDiffusion3", SD3),
     ("Flux", FLUX),
     ("StableDiffusionControlNet", Recognised("controlnet", "a pipeline with a ControlNet", _PART_ADVICE)),
 )
 
 _FOLDER_PARTS = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
+_SDXL_FOLDER_PARTS = (*_FOLDER_PARTS, "text_encoder_2", "tokenizer_2")
 
 
 def recognise_file(file: WeightFile) -> Recognised:
@@ -111,6 +117,9 @@ def recognise_file(file: WeightFile) -> Recognised:
         if fits(names):
             return recognised
     first_convolution = file.shapes.get(f"{UNET_PREFIX}input_blocks.0.0.weight")
+    if _any_starts(names, "conditioner.embedders."):
+        channels = first_convolution[1] if first_convolution else 4
+        return SDXL if channels == 4 else _by_input_channels(channels)
     if first_convolution is None or len(first_convolution) != 4:
         some = ", ".join(sorted(names)[:3])
         return Recognised("unknown", f"no Stable Diffusion checkpoint in the original layout (it holds {some}, …)")
@@ -133,13 +142,15 @@ def recognise_folder(folder: Path) -> Recognised:
     for beginning, recognised in _BY_PIPELINE:
         if pipeline.startswith(beginning):
             return recognised
+    if pipeline.startswith("StableDiffusionXL"):
+        return _sdxl_folder(folder)
     if (folder / "adapter_config.json").is_file() or (folder / "pytorch_lora_weights.safetensors").is_file():
         return LORA
     unet = _read_json_if_there(folder / "unet" / "config.json")
     if not unet and (folder / "transformer").is_dir():
         return Recognised("unknown", f"a transformer model ({pipeline or 'no model_index.json'})")
     if unet.get("addition_embed_type") == "text_time":
-        return SDXL
+        return _sdxl_folder(folder)
     _require_parts(folder, bool(index))
     if unet.get("_class_name", "UNet2DConditionModel") != "UNet2DConditionModel":
         return Recognised("unknown", f"a model with a {unet['_class_name']}")
@@ -150,6 +161,14 @@ def recognise_folder(folder: Path) -> Recognised:
         return _by_input_channels(channels)
     width = unet.get("cross_attention_dim", 1280)
     return _by_text_width(width, projects_linearly=bool(unet.get("use_linear_projection", False)))
+
+
+def _sdxl_folder(folder: Path) -> Recognised:
+    if (folder / "text_encoder_2").is_dir() and not (folder / "text_encoder").is_dir():
+        return _SDXL_REFINER
+    _require_parts(folder, True, _SDXL_FOLDER_PARTS, "SDXL")
+    channels = _read_json_if_there(folder / "unet" / "config.json").get("in_channels", 4)
+    return SDXL if channels == 4 else _by_input_channels(channels)
 
 
 def read_json(path: Path) -> JsonObject:
@@ -169,14 +188,16 @@ def _read_json_if_there(path: Path) -> JsonObject:
     return read_json(path) if path.is_file() else {}
 
 
-def _require_parts(folder: Path, has_index: bool) -> None:
-    missing = [part for part in _FOLDER_PARTS if not (folder / part).is_dir()]
+def _require_parts(
+    folder: Path, has_index: bool, parts: Sequence[str] = _FOLDER_PARTS, model: str = "SD 1.x or 2.x"
+) -> None:
+    missing = [part for part in parts if not (folder / part).is_dir()]
     if not missing:
         return
-    if len(missing) < len(_FOLDER_PARTS) or has_index:
+    if len(missing) < len(parts) or has_index:
         raise ModelError(
-            f"The model folder {folder} is not complete: it lacks {', '.join(missing)}. A diffusers folder for SD 1.x "
-            f"or 2.x has the folders {', '.join(_FOLDER_PARTS)}; download or copy it again, with all of them."
+            f"The model folder {folder} is not complete: it lacks {', '.join(missing)}. A diffusers folder for {model} "
+            f"has the folders {', '.join(parts)}; download or copy it again, with all of them."
         )
     single_files = sorted(path.name for ending in ("*.safetensors", "*.ckpt") for path in folder.glob(ending))
     if (folder / "config.json").is_file() and (folder.parent / "unet").is_dir():

@@ -1,16 +1,19 @@
-"""Where the parts of an SD 1.x/2.x model lie: in a diffusers folder or one original checkpoint."""
+"""Where the parts of an SD 1.x, 2.x or XL model lie: in a diffusers folder or one original checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from maulstick.errors import ModelError
 from maulstick.families.configs import TOKENIZER_FOLDER, fit_text_encoder, fit_unet, fit_vae, shipped_config
 from maulstick.families.ldm_keys import (
     CLIP_PREFIX,
     OPEN_CLIP_PREFIX,
+    SDXL_CLIP_PREFIX,
+    SDXL_OPEN_CLIP_PREFIX,
     UNET_PREFIX,
     UNUSED_TEXT_TENSORS,
     VAE_PREFIX,
@@ -22,6 +25,8 @@ from maulstick.families.ldm_keys import (
 from maulstick.families.recognise import VAE_ALONE, JsonObject, read_json, recognise_file
 from maulstick.weight_files import NamedWeights, Slot, WeightFile, open_weights
 
+Kind = Literal["sd1", "sd2", "sdxl"]
+
 
 @dataclass(frozen=True)
 class Component:
@@ -32,32 +37,42 @@ class Component:
 
 
 @dataclass(frozen=True)
-class SdSource:
-    """All parts of an SD 1.x/2.x model on disk.
+class UnetSource:
+    """All parts of an SD 1.x, 2.x or XL model on disk.
 
     Attributes:
         path: the folder or file.
-        is_v2: whether the architecture is that of SD 2.x.
+        text_encoders, tokenizer_folders: by component name, such as "text_encoder_2".
+        pad_tokens: padding by component name, where it is not what the tokenizer's folder says.
         states_prediction_type: whether the source itself says what the model predicts.
         notes: what the user should know about the source.
     """
 
     path: Path
-    is_v2: bool
+    kind: Kind
     unet: Component
     vae: Component
-    text_encoder: Component
-    tokenizer_folder: Path
+    text_encoders: Mapping[str, Component]
+    tokenizer_folders: Mapping[str, Path]
     scheduler_config: JsonObject
     states_prediction_type: bool
+    pad_tokens: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
 
-_NAMES_IN_FOLDER = {
-    "unet": ("diffusion_pytorch_model",),
-    "vae": ("diffusion_pytorch_model",),
-    "text_encoder": ("model", "pytorch_model"),
+_TEXT_ENCODERS: Mapping[Kind, tuple[str, ...]] = {
+    "sd1": ("text_encoder",),
+    "sd2": ("text_encoder",),
+    "sdxl": ("text_encoder", "text_encoder_2"),
 }
+# OpenCLIP pads with "!" (token 0), OpenAI's CLIP with the end mark. A folder's tokenizer says so, a single file cannot.
+_PAD_TOKENS: Mapping[Kind, Mapping[str, str]] = {
+    "sd1": {},
+    "sd2": {"text_encoder": "!"},
+    "sdxl": {"text_encoder_2": "!"},
+}
+_STEMS = ("diffusion_pytorch_model",)
+_TEXT_ENCODER_STEMS = ("model", "pytorch_model")
 # In the order of preference: full precision before half, safe before pickled.
 _WEIGHT_FILE_NAMES = (
     "{}.safetensors",
@@ -81,65 +96,85 @@ _UNUSED_IN_CHECKPOINT = (
     "v_pred",
     "ztsnr",
 )
+# Fine-tunes whose noise schedule ends in pure noise carry an empty tensor of this name.
+_ZERO_SNR_MARK = "ztsnr"
 
 
-def open_folder(folder: Path, *, is_v2: bool) -> SdSource:
-    """Open a diffusers folder that ``recognise_folder`` has found to be SD 1.x or 2.x."""
+def open_folder(folder: Path, kind: Kind) -> UnetSource:
+    """Open a diffusers folder that ``recognise_folder`` has found to be of this kind."""
     scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
-    tokenizer = folder / "tokenizer"
-    if not (tokenizer / "tokenizer.json").is_file():
-        absent = [name for name in ("vocab.json", "merges.txt") if not (tokenizer / name).is_file()]
-        if absent:
-            raise ModelError(f"{tokenizer} lacks {' and '.join(absent)}. Copy the tokenizer's files again.")
-    return SdSource(
+    names = _TEXT_ENCODERS[kind]
+    return UnetSource(
         path=folder,
-        is_v2=is_v2,
-        unet=_folder_component(folder / "unet", "unet"),
-        vae=_folder_component(folder / "vae", "vae"),
-        text_encoder=_folder_component(folder / "text_encoder", "text_encoder"),
-        tokenizer_folder=tokenizer,
+        kind=kind,
+        unet=_folder_component(folder / "unet"),
+        vae=_folder_component(folder / "vae"),
+        text_encoders={name: _folder_text_encoder(folder / name) for name in names},
+        tokenizer_folders={
+            name: _checked_tokenizer(folder / name.replace("text_encoder", "tokenizer")) for name in names
+        },
         scheduler_config=scheduler,
         states_prediction_type="prediction_type" in scheduler,
     )
 
 
-def open_single_file(file: WeightFile, *, is_v2: bool, predicts_v: bool) -> SdSource:
-    """Open an original checkpoint that ``recognise_file`` has found to be SD 1.x or 2.x."""
-    model = ("sd2-768-v" if predicts_v else "sd2-base") if is_v2 else "sd1"
-    for prefix, part in ((VAE_PREFIX, "VAE"), ("cond_stage_model.", "text encoder")):
+def open_single_file(file: WeightFile, kind: Kind, *, predicts_v: bool) -> UnetSource:
+    """Open an original checkpoint that ``recognise_file`` has found to be of this kind."""
+    model = _shipped_model(kind, predicts_v=predicts_v)
+    text_prefixes = ("cond_stage_model.",) if kind != "sdxl" else (SDXL_CLIP_PREFIX, SDXL_OPEN_CLIP_PREFIX)
+    for prefix, part in ((VAE_PREFIX, "VAE"), *((prefix, "text encoder") for prefix in text_prefixes)):
         if not any(name.startswith(prefix) for name in file.shapes):
             raise ModelError(f"{file.path} has no {part} (no tensor named {prefix}…). Use a checkpoint with all parts.")
     unet, vae = unet_weights(file), vae_weights(file)
-    text_config = shipped_config(model, "text_encoder")
-    if any(name.startswith(OPEN_CLIP_PREFIX) for name in file.shapes):
-        text = open_clip_weights(file, text_config["num_hidden_layers"])
-    else:
-        text = clip_weights(file)
-    return SdSource(
+    return UnetSource(
         path=file.path,
-        is_v2=is_v2,
+        kind=kind,
         unet=Component(fit_unet(shipped_config(model, "unet"), unet), unet),
         vae=Component(fit_vae(shipped_config(model, "vae"), vae), vae),
-        text_encoder=Component(fit_text_encoder(text_config, text), text),
-        tokenizer_folder=TOKENIZER_FOLDER,
+        text_encoders={name: _text_encoder_in_file(file, model, name) for name in _TEXT_ENCODERS[kind]},
+        tokenizer_folders=dict.fromkeys(_TEXT_ENCODERS[kind], TOKENIZER_FOLDER),
         scheduler_config={
             **shipped_config(model, "scheduler"),
             "prediction_type": "v_prediction" if predicts_v else "epsilon",
+            **({"rescale_betas_zero_snr": True} if _ZERO_SNR_MARK in file.shapes else {}),
         },
         states_prediction_type=False,
+        pad_tokens=_PAD_TOKENS[kind],
         notes=_notes_on_unknown_tensors(file),
     )
 
 
-def open_vae(path: Path) -> Component:
-    """Open a VAE of its own: a folder (of the VAE or of a whole model), or a file in either layout."""
+def _shipped_model(kind: Kind, *, predicts_v: bool) -> str:
+    names = {"sd1": "sd1", "sd2": "sd2-768-v" if predicts_v else "sd2-base", "sdxl": "sdxl-base"}
+    return names[kind]
+
+
+def _text_encoder_in_file(file: WeightFile, model: str, name: str) -> Component:
+    config = shipped_config(model, name)
+    layers = config["num_hidden_layers"]
+    if name == "text_encoder_2":
+        weights = open_clip_weights(file, layers, SDXL_OPEN_CLIP_PREFIX, with_projection=True)
+    elif model == "sdxl-base":
+        weights = clip_weights(file, SDXL_CLIP_PREFIX)
+    elif any(tensor.startswith(OPEN_CLIP_PREFIX) for tensor in file.shapes):
+        weights = open_clip_weights(file, layers)
+    else:
+        weights = clip_weights(file)
+    return Component(fit_text_encoder(config, weights), weights)
+
+
+def open_vae(path: Path, kind: Kind = "sd1") -> Component:
+    """Open a VAE of its own: a folder (of the VAE or of a whole model), or a file in either layout.
+
+    ``kind`` is that of the model it is for: a single file does not say how its latents are scaled.
+    """
     if not path.exists():
         raise ModelError(f"The VAE {path} does not exist.")
     if path.is_dir():
         folder = path / "vae" if (path / "vae").is_dir() else path
         if not (folder / "config.json").is_file():
             raise ModelError(f"{path} is not a VAE: neither it nor a folder 'vae' in it has a config.json.")
-        return _folder_component(folder, "vae")
+        return _folder_component(folder)
     file = open_weights(path)
     recognised = recognise_file(file)
     if any(name.startswith(VAE_PREFIX) for name in file.shapes):
@@ -150,18 +185,33 @@ def open_vae(path: Path) -> Component:
         weights = _as_named(file).renamed(_current_attention_name)
     else:
         weights = vae_weights(file, prefix="")
-    return Component(fit_vae(shipped_config("sd1", "vae"), weights), weights)
+    config = shipped_config(_shipped_model(kind, predicts_v=False), "vae")
+    return Component(fit_vae(config, weights), weights)
 
 
-def _folder_component(folder: Path, part: str) -> Component:
+def _folder_component(folder: Path) -> Component:
     config = read_json(folder / "config.json")
-    file = open_weights(_find_weights(folder, _NAMES_IN_FOLDER[part]))
-    if part == "text_encoder":
-        # Some folders have the config of a whole CLIP model there.
-        config = config.get("text_config", config)
-        text = _as_named(file, UNUSED_TEXT_TENSORS)
-        return Component(config, text.renamed(lambda name: name.removeprefix("text_model.")))
+    file = open_weights(_find_weights(folder, _STEMS))
     return Component(config, _as_named(file).renamed(_current_attention_name))
+
+
+def _folder_text_encoder(folder: Path) -> Component:
+    config = read_json(folder / "config.json")
+    file = open_weights(_find_weights(folder, _TEXT_ENCODER_STEMS))
+    unused = UNUSED_TEXT_TENSORS
+    if folder.name == "text_encoder_2":
+        unused -= {"text_projection.weight"}
+    # Some folders have the config of a whole CLIP model there.
+    text = _as_named(file, unused).renamed(lambda name: name.removeprefix("text_model."))
+    return Component(config.get("text_config", config), text)
+
+
+def _checked_tokenizer(folder: Path) -> Path:
+    if not (folder / "tokenizer.json").is_file():
+        absent = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
+        if absent:
+            raise ModelError(f"{folder} lacks {' and '.join(absent)}. Copy the tokenizer's files again.")
+    return folder
 
 
 def _find_weights(folder: Path, stems: Sequence[str]) -> Path:
@@ -185,7 +235,7 @@ def _current_attention_name(name: str) -> str:
 
 def _notes_on_unknown_tensors(file: WeightFile) -> tuple[str, ...]:
     """Name tensors outside the three parts that no known tool writes; inside a part they are an error."""
-    parts = (UNET_PREFIX, VAE_PREFIX, CLIP_PREFIX, OPEN_CLIP_PREFIX)
+    parts = (UNET_PREFIX, VAE_PREFIX, CLIP_PREFIX, OPEN_CLIP_PREFIX, SDXL_CLIP_PREFIX, SDXL_OPEN_CLIP_PREFIX)
     unknown = [name for name in file.shapes if "." in name and not name.startswith((*parts, *_UNUSED_IN_CHECKPOINT))]
     unknown = [name for name in unknown if not name.startswith("model.logit_scale")]
     if not unknown:

@@ -30,10 +30,12 @@ class Trainee(nn.Module):
         *,
         conditioning: Conditioning | None = None,
         tokens: Mapping[str, Tensor] | None = None,
+        about_images: Conditioning | None = None,
     ) -> Tensor:
         """Return the denoiser's prediction for ``noisy`` (B, C, H, W).
 
-        The text comes as finished ``conditioning``, or as ``tokens`` that the text encoders turn into it.
+        The text comes as finished ``conditioning``, or as ``tokens`` that the text encoders turn into it;
+        ``about_images`` is what the family's ``image_conditioning`` gives.
         """
         device = noisy.device
         with autocast(torch.device(device), self.precision):
@@ -41,4 +43,4 @@ class Trainee(nn.Module):
                 if tokens is None:
                     raise ValueError("either conditioning or tokens must be given")
                 conditioning = self.family.encode_text(tokens)
-            return self.family.predict(noisy, timesteps, conditioning)
+            return self.family.predict(noisy, timesteps, {**conditioning, **(about_images or {})})
