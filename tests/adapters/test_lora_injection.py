@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from maulstick.adapters import lora
 from maulstick.adapters.blocks import sd_block_index
 from maulstick.adapters.factors import LoraWeights, delta_weight, product_norm
+from maulstick.adapters.injection import path_pattern
 from maulstick.adapters.lean import LoraDropout
 from maulstick.adapters.lora import (
     apply_max_norm,
@@ -156,7 +157,7 @@ PATHS = st.sets(st.lists(PARTS, min_size=1, max_size=4).map(".".join), min_size=
 
 @given(PATHS, PATHS)
 def test_a_pattern_matches_its_paths_and_no_other(wanted, others):
-    pattern = re.compile(lora._path_pattern(sorted(wanted)))
+    pattern = re.compile(path_pattern(sorted(wanted)))
     assert {path for path in wanted | others if pattern.fullmatch(path)} == wanted
 
 

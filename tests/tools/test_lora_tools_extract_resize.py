@@ -275,7 +275,7 @@ def test_a_loha_becomes_a_lora_and_a_dora_does_not(tmp_path, capsys):
     dora = tmp_path / "dora.safetensors"
     plain = {"lora_down.weight": torch.ones(1, 4), "lora_up.weight": torch.ones(4, 1), "dora_scale": torch.ones(4, 1)}
     save_file({f"{Q}.{part}": tensor for part, tensor in plain.items()}, dora)
-    for command in (["resize", str(dora), "--rank", "1"], ["convert", str(dora)], ["merge", str(dora)]):
+    for command in (["resize", str(dora), "--rank", "1"], ["merge", str(dora)]):
         assert main([*command, "--output", str(tmp_path / "d.safetensors")]) == 2
         assert "is a DoRA, whose change depends on the weights of the base model" in capsys.readouterr().err
 

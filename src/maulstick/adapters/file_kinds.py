@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-from maulstick.adapters.factors import LoraWeights
+from maulstick.adapters.module_kinds import change_shape
 
 _KINDS: tuple[tuple[str, str], ...] = (
     (r"\.dora_scale$|lora_magnitude_vector", "a DoRA (weight-decomposed LoRA)"),
@@ -36,7 +37,7 @@ def describe_kind(keys: Collection[str]) -> str | None:
     return None
 
 
-def describe_family(modules: Mapping[str, LoraWeights]) -> str | None:
+def describe_family(modules: Mapping[str, Any]) -> str | None:
     """The model family a kohya LoRA was made for, as far as module names and sizes tell."""
     if _any_contains(modules, ("joint_blocks_",)):
         return "Stable Diffusion 3"
@@ -46,10 +47,11 @@ def describe_family(modules: Mapping[str, LoraWeights]) -> str | None:
         return "SDXL"
     width_families = {768: "Stable Diffusion 1.x", 1024: "Stable Diffusion 2.x", 2048: "SDXL"}
     for name, weights in modules.items():
-        if name.startswith("lora_unet_") and name.endswith(("attn2_to_k", "attn2_to_v")):
-            return width_families.get(weights.down.shape[1])
-        if name.startswith("lora_te_") and name.endswith("_q_proj"):
-            return width_families.get(weights.down.shape[1])
+        reads_text = name.startswith("lora_unet_") and name.endswith(("attn2_to_k", "attn2_to_v"))
+        if reads_text or (name.startswith("lora_te_") and name.endswith("_q_proj")):
+            # Nothing in an OFT depends on the number of inputs.
+            shape = change_shape(weights)
+            return width_families.get(shape[1]) if len(shape) > 1 else None
     return None
 
 

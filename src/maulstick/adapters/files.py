@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -29,12 +29,25 @@ from maulstick.files_io import atomic_write
 # Civitai's reader refuses larger headers.
 MAX_HEADER_BYTES = 64 * 2**20
 _DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_FACTORS = ("lora_down.weight", "lora_up.weight")
-_PEFT_FACTORS = ("lora_A.weight", "lora_B.weight")
-_TENSOR_NAME = re.compile(r"(.+)\.(alpha|lora_down\.weight|lora_up\.weight|lora_A\.weight|lora_B\.weight)")
+# What a module must hold to be read, as sets of which one must be there; a dot in a name is part of the module's.
+_COMPLETE = (
+    ("lora_down.weight", "lora_up.weight"),
+    ("lora_A.weight", "lora_B.weight"),
+    ("hada_w1_a", "hada_w1_b", "hada_w2_a", "hada_w2_b"),
+    *(
+        (*first, *second)
+        for first in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
+        for second in (("lokr_w2",), ("lokr_w2_a", "lokr_w2_b"))
+    ),
+    ("oft_blocks",),
+)
+_TENSOR_NAME = re.compile(r"(.+?)\.((?:lora_(?:down|up|A|B)\.weight)|[^.]+)")
 _ACCEPTED = "Maulstick reads kohya-style LoRA files (tensors named lora_unet_….lora_down.weight and …lora_up.weight)."
 # The part of a file that the old "legacy" hashes of the web UI look at.
 _LEGACY_START, _LEGACY_END = 0x100000, 0x110000
+
+Module = TypeVar("Module")
+Kind = TypeVar("Kind", covariant=True)
 
 
 class SavedHashes(NamedTuple):
@@ -53,10 +66,20 @@ class LoraFile:
     modules: dict[str, LoraWeights]
 
 
-class AssignedWeights(NamedTuple):
+class ModuleFile(Protocol[Kind]):
+    """A file of modules of one kind, or of several."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def modules(self) -> Mapping[str, Kind]: ...
+
+
+class AssignedWeights(NamedTuple, Generic[Module]):
     """A file's modules placed in a model: component -> path -> weights; and the names that have no place in it."""
 
-    components: dict[str, dict[str, LoraWeights]]
+    components: dict[str, dict[str, Module]]
     unmatched: list[str]
 
 
@@ -117,6 +140,7 @@ def save_lora_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
 def _refuse_unusable(path: Path, tensors: Mapping[str, Tensor]) -> None:
     if not tensors:
         raise ModelError(f"{path} was not written: the LoRA has no module.")
+    modules: dict[str, set[str]] = {}
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ModelError(f"{path} was not written: tensor '{key}' is {tensor.dtype}, not fp32, fp16 or bf16.")
@@ -129,12 +153,23 @@ def _refuse_unusable(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"(NaN or infinite).{advice if tensor.dtype == torch.float16 else ''}"
             )
         match = _TENSOR_NAME.fullmatch(key)
-        name, part = (match[1], match[2]) if match else key.partition(".")[::2]
+        name, part = (match[1], match[2]) if match else (key, "")
+        modules.setdefault(name, set()).add(part)
         if part == "alpha" and not tensor.item() > 0:
             raise ModelError(f"{path} was not written: '{key}' is {tensor.item()}, but must be above 0.")
-        for needed in _PEFT_FACTORS if part in _PEFT_FACTORS else _FACTORS:
-            if f"{name}.{needed}" not in tensors:
-                raise ModelError(f"{path} was not written: module '{name}' has no {needed}.")
+    for name, parts in modules.items():
+        missing = _missing_part(parts)
+        if missing is not None:
+            raise ModelError(f"{path} was not written: module '{name}' has no {missing}.")
+
+
+def _missing_part(parts: set[str]) -> str | None:
+    """What the module lacks to be of the kind that it is nearest to; None where it is complete."""
+    begun = [needed for needed in _COMPLETE if parts & set(needed)]
+    if any(parts >= set(needed) for needed in begun):
+        return None
+    wanted = min(begun, key=lambda needed: len(set(needed) - parts)) if begun else _COMPLETE[0]
+    return next(part for part in wanted if part not in parts)
 
 
 def _as_utf8(value: str) -> str:
@@ -276,12 +311,12 @@ def _refuse_damaged(path: Path) -> None:
         raise ModelError(f"{path} is cut off: it should have {8 + length + data_end} bytes and has {size}.")
 
 
-def assign_modules(file: LoraFile, table: Mapping[str, Location], family: str) -> AssignedWeights:
+def assign_modules(file: ModuleFile[Module], table: Mapping[str, Location], family: str) -> AssignedWeights[Module]:
     """Place a file's modules in a model by the model's name table (``KeyNames.table``).
 
     ``family`` is the model's family in words. Raises ``ModelError`` when not one module has a place.
     """
-    components: dict[str, dict[str, LoraWeights]] = {}
+    components: dict[str, dict[str, Module]] = {}
     unmatched: list[str] = []
     for name, weights in file.modules.items():
         location = table.get(name)

@@ -84,7 +84,7 @@ class _Lean:
         return z
 
 
-def _adapter_input(x: Tensor, down: Tensor) -> Tensor:
+def adapter_input(x: Tensor, down: Tensor) -> Tensor:
     """Cast to the adapter's dtype as peft does, unless autocast is going to choose the dtype anyway."""
     if x.dtype == down.dtype or torch.is_autocast_enabled(x.device.type):
         return x
@@ -104,7 +104,7 @@ class LeanLinear(_Lean, peft_layer.Linear):
             if factors is None or (self.training and self._is_dropped(name)):
                 continue
             down, up = factors
-            z = F.linear(_adapter_input(x, down), down)
+            z = F.linear(adapter_input(x, down), down)
             if self.training:
                 z = self._with_noise(z, name, rank_axis=-1)
             if z.dtype == result.dtype:
@@ -129,7 +129,7 @@ class LeanConv2d(_Lean, peft_layer.Conv2d):
             if factors is None or (self.training and self._is_dropped(name)):
                 continue
             down, up = factors
-            z = F.conv2d(_adapter_input(x, down), down, None, base.stride, base.padding)
+            z = F.conv2d(adapter_input(x, down), down, None, base.stride, base.padding)
             if self.training:
                 z = self._with_noise(z, name, rank_axis=1)
             result = result + F.conv2d(z * self.scaling[name], up)
@@ -152,13 +152,25 @@ def lean_or_none(target: nn.Module, adapter_name: str, **peft_arguments: Any) ->
     if isinstance(target, nn.Linear):
         layer: nn.Module = LeanLinear(target, adapter_name, **peft_arguments)
     elif isinstance(target, nn.Conv2d):
-        if target.groups != 1 or tuple(target.dilation) != (1, 1) or target.padding_mode != "zeros":
-            raise ModelError(
-                f"A convolution with groups={target.groups}, dilation={tuple(target.dilation)} and padding mode "
-                f"'{target.padding_mode}' cannot carry a LoRA; only plain convolutions can."
-            )
+        refuse_unusual(target, "LoRA")
         layer = LeanConv2d(target, adapter_name, **peft_arguments)
     else:
         return None
     layer.lora_noise = {}  # type: ignore[assignment]
     return layer
+
+
+def refuse_unusual(target: nn.Module, kind: str) -> None:
+    """Raise ``ModelError`` for modules that only a peft layer of their own could adapt, if any can."""
+    if not _is_plain(target):
+        raise ModelError(
+            f"A {type(target).__name__} whose weight is {type(getattr(target, 'weight', None)).__name__} cannot carry "
+            f"a {kind}; only plain Linear and Conv2d modules can, such as those of a base model that is not quantised."
+        )
+    if isinstance(target, nn.Conv2d) and (
+        target.groups != 1 or tuple(target.dilation) != (1, 1) or target.padding_mode != "zeros"
+    ):
+        raise ModelError(
+            f"A convolution with groups={target.groups}, dilation={tuple(target.dilation)} and padding mode "
+            f"'{target.padding_mode}' cannot carry a {kind}; only plain convolutions can."
+        )

@@ -5,13 +5,9 @@ Everything works on one component (the UNet, a text encoder) and names modules b
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
-import warnings
-from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
@@ -19,27 +15,21 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
 
 from maulstick.adapters.factors import LoraWeights, product_norm
+from maulstick.adapters.injection import (
+    DEFAULT_ADAPTER,
+    AdapterParameter,
+    LoadReport,
+    base_weight,
+    inject,
+    rank_settings,
+    refuse_no_targets,
+    refuse_unplanned,
+    set_dropout,
+    start_tensor,
+)
 from maulstick.adapters.lean import LoraDropout, lean_or_none
 from maulstick.adapters.targets import LoraTarget, refuse_unknown_paths
-from maulstick.errors import ModelError, OptionError
-
-DEFAULT_ADAPTER = "default"
-
-
-class LoraParameter(NamedTuple):
-    """One trained tensor: ``role`` is ``down`` or ``up``, ``path`` the module it adapts, ``name`` both together."""
-
-    name: str
-    parameter: nn.Parameter
-    path: str
-    role: Literal["down", "up"]
-
-
-class LoadReport(NamedTuple):
-    """Paths of the modules whose weights were loaded, and of those the state had nothing for."""
-
-    loaded: list[str]
-    missing: list[str]
+from maulstick.errors import ModelError
 
 
 class MaxNormResult(NamedTuple):
@@ -71,120 +61,59 @@ def inject_lora(
 
     Raises ``ModelError`` when what was attached is not what was planned.
     """
-    if not targets:
-        raise OptionError("The LoRA has no module at all: every block was given rank 0 or learning rate 0.")
-    if adapter_name in getattr(root, "peft_config", {}):
-        raise OptionError(f"The model already carries an adapter named '{adapter_name}'; give this one another name.")
+    attach_factors(root, targets, adapter_name, lean_or_none, dropout=dropout, seed=seed)
+    return lora_modules(root, adapter_name)
+
+
+def attach_factors(
+    root: nn.Module,
+    targets: Sequence[LoraTarget],
+    adapter_name: str,
+    layer: Callable[..., nn.Module | None],
+    *,
+    dropout: LoraDropout | None,
+    seed: int,
+) -> None:
+    """``inject_lora`` with the layers that ``layer`` builds in the place of peft's (see ``lean.lean_or_none``)."""
+    refuse_no_targets(root, targets, adapter_name)
     config = _peft_config(targets)
-    with warnings.catch_warnings():
-        # Several adapters on one model are meant.
-        warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
-        # The factors are made below, in fp32 and from our own generators; peft need not fill them.
-        inject_adapter_in_model(config, root, adapter_name, low_cpu_mem_usage=True)
-    modules = lora_modules(root, adapter_name)
-    _refuse_unplanned(modules, targets, adapter_name)
-    active_dropout = None if dropout is None or dropout.is_off else dropout
+    config._register_custom_module({nn.Linear: layer, nn.Conv2d: layer})
+    # The factors are made below, in fp32 and from our own generators; peft need not fill them.
+    inject(lambda: inject_adapter_in_model(config, root, adapter_name, low_cpu_mem_usage=True))
+    modules: dict[str, Any] = dict(lora_modules(root, adapter_name))
+    attached = {path: (module.r[adapter_name], module.lora_alpha[adapter_name]) for path, module in modules.items()}
+    refuse_unplanned(attached, targets)
     for target in targets:
         module = modules[target.path]
         _initialise(module, target, adapter_name, seed)
-        if active_dropout is not None:
-            _set_dropout(module, target, adapter_name, active_dropout)
-    return modules
+        if dropout is not None and not dropout.is_off:
+            set_dropout(module, target, adapter_name, dropout)
 
 
 def _peft_config(targets: Sequence[LoraTarget]) -> LoraConfig:
-    """Say in peft's terms which modules get which rank: one pattern per distinct rank and per distinct alpha."""
-    dims = Counter(target.dim for target in targets)
-    alphas = Counter(target.alpha for target in targets)
-    common_dim, common_alpha = dims.most_common(1)[0][0], alphas.most_common(1)[0][0]
-    config = LoraConfig(
-        r=common_dim,
-        lora_alpha=common_alpha,
-        target_modules=_path_pattern([target.path for target in targets]),
-        # "^" forbids peft's own optional prefix, so that a pattern means these paths and no longer ones.
-        rank_pattern={
-            "^" + _path_pattern([target.path for target in targets if target.dim == dim]): dim
-            for dim in dims
-            if dim != common_dim
-        },
-        alpha_pattern={
-            "^" + _path_pattern([target.path for target in targets if target.alpha == alpha]): alpha
-            for alpha in alphas
-            if alpha != common_alpha
-        },
+    settings = rank_settings(targets)
+    return LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=settings.target_modules,
+        rank_pattern=settings.rank_pattern,
+        alpha_pattern=settings.alpha_pattern,
         lora_dropout=0.0,
         bias="none",
         init_lora_weights=False,  # `_initialise` does it
     )
-    config._register_custom_module({nn.Linear: lean_or_none, nn.Conv2d: lean_or_none})
-    return config
-
-
-def _path_pattern(paths: Iterable[str]) -> str:
-    """One regular expression for exactly these dotted paths, factored by path component.
-
-    peft matches every pattern against every module, and Python keeps 512 compiled ones: one pattern per module took a
-    minute on SDXL. Factoring keeps the matching itself linear in the path's length.
-    """
-    tree: dict[str, Any] = {}
-    for path in paths:
-        node = tree
-        for part in path.split("."):
-            node = node.setdefault(part, {})
-        node[""] = {}
-
-    def expression(node: dict[str, Any]) -> str:
-        ends_here = "" in node
-        choices = []
-        for part, below in node.items():
-            if part:
-                rest = expression(below)
-                choices.append(re.escape(part) + (rest if rest.startswith("(?:\\.") or not rest else f"\\.{rest}"))
-        if not choices:
-            return ""
-        joined = choices[0] if len(choices) == 1 else f"(?:{'|'.join(choices)})"
-        return f"(?:\\.{joined})?" if ends_here else joined
-
-    return expression(tree)
-
-
-def _refuse_unplanned(modules: Mapping[str, nn.Module], targets: Sequence[LoraTarget], adapter_name: str) -> None:
-    planned = {target.path: target for target in targets}
-    wrong = [f"'{path}' was not planned" for path in modules.keys() - planned.keys()]
-    for path, target in planned.items():
-        module: Any = modules.get(path)
-        if module is None:
-            wrong.append(f"'{path}' got no adapter")
-        elif (module.r[adapter_name], module.lora_alpha[adapter_name]) != (target.dim, target.alpha):
-            got = f"rank {module.r[adapter_name]}, alpha {module.lora_alpha[adapter_name]}"
-            wrong.append(f"'{path}' got {got} instead of rank {target.dim}, alpha {target.alpha}")
-    if wrong:
-        raise ModelError(
-            f"The LoRA could not be attached as planned ({len(wrong)} of {len(planned)} modules differ): "
-            f"{'; '.join(sorted(wrong)[:3])}. This points to an untested version of peft."
-        )
 
 
 def _initialise(module: Any, target: LoraTarget, adapter_name: str, seed: int) -> None:
     down, up = module.lora_A[adapter_name], module.lora_B[adapter_name]
-    device = module.get_base_layer().weight.device
-    # The path differs between versions of transformers by this part only.
-    path = target.path.removeprefix("text_model.")
-    digest = hashlib.sha256(f"{seed}\n{target.component}\n{path}".encode()).digest()
-    start = torch.empty(down.weight.shape, dtype=torch.float32, device="cpu" if device.type != "meta" else "meta")
-    bound = 1.0 / math.sqrt(math.prod(start.shape[1:]))
-    start.uniform_(-bound, bound, generator=torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1))
-    down.weight = nn.Parameter(start.to(device))
+    device = base_weight(module).device
+    bound = 1.0 / math.sqrt(math.prod(down.weight.shape[1:]))
+
+    def fill(start: Tensor, generator: torch.Generator) -> None:
+        start.uniform_(-bound, bound, generator=generator)
+
+    down.weight = start_tensor(down.weight.shape, device, target, seed, fill)
     up.weight = nn.Parameter(torch.zeros(up.weight.shape, dtype=torch.float32, device=device))
-
-
-def _set_dropout(module: Any, target: LoraTarget, adapter_name: str, dropout: LoraDropout) -> None:
-    if not hasattr(module, "lora_noise"):
-        raise OptionError(
-            f"network_dropout, rank_dropout and module_dropout do not work on '{target.path}', whose base weight is "
-            f"{type(module.get_base_layer()).__name__}; leave them at 0 for a quantised base model."
-        )
-    module.lora_noise[adapter_name] = dropout
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -200,13 +129,13 @@ def lora_modules(root: nn.Module, adapter_name: str = DEFAULT_ADAPTER) -> dict[s
     }
 
 
-def lora_parameters(root: nn.Module, adapter_name: str = DEFAULT_ADAPTER) -> list[LoraParameter]:
+def lora_parameters(root: nn.Module, adapter_name: str = DEFAULT_ADAPTER) -> list[AdapterParameter]:
     """The trained tensors, down before up for each module, in module order."""
-    found: list[LoraParameter] = []
+    found: list[AdapterParameter] = []
     module: Any
     for path, module in lora_modules(root, adapter_name).items():
-        found.append(LoraParameter(f"{path}.lora_down.weight", module.lora_A[adapter_name].weight, path, "down"))
-        found.append(LoraParameter(f"{path}.lora_up.weight", module.lora_B[adapter_name].weight, path, "up"))
+        found.append(AdapterParameter(f"{path}.lora_down.weight", module.lora_A[adapter_name].weight, path, "down"))
+        found.append(AdapterParameter(f"{path}.lora_up.weight", module.lora_B[adapter_name].weight, path, "up"))
     return found
 
 
@@ -231,12 +160,13 @@ def set_strengths(root: nn.Module, strengths: Mapping[str, float]) -> None:
 
 def lora_state(root: nn.Module, adapter_name: str = DEFAULT_ADAPTER) -> dict[str, LoraWeights]:
     """Path -> factors and alpha. The tensors share memory with the live parameters: clone them to keep them."""
-    state: dict[str, LoraWeights] = {}
-    module: Any
-    for path, module in lora_modules(root, adapter_name).items():
-        down, up = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
-        state[path] = LoraWeights(down.detach(), up.detach(), float(module.lora_alpha[adapter_name]))
-    return state
+    return {path: lora_weights(module, adapter_name) for path, module in lora_modules(root, adapter_name).items()}
+
+
+def lora_weights(module: Any, adapter_name: str = DEFAULT_ADAPTER) -> LoraWeights:
+    """Factors and alpha of one module; they share memory with the live parameters."""
+    down, up = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
+    return LoraWeights(down.detach(), up.detach(), float(module.lora_alpha[adapter_name]))
 
 
 @torch.no_grad()
@@ -307,24 +237,34 @@ def apply_max_norm(roots: Collection[nn.Module], max_norm: float, adapter_name: 
     Both factors are multiplied by the square root of the ratio (sd-scripts' ``scale_weight_norms``). The mean and
     largest norm are those after scaling, over all modules of all ``roots``. One host read per call.
     """
-    factors: list[tuple[nn.Parameter, nn.Parameter]] = []
-    norms: list[Tensor] = []
+    measured: list[tuple[Tensor, list[nn.Parameter]]] = []
     module: Any
     for root in roots:
         for module in lora_modules(root, adapter_name).values():
             down, up = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
-            factors.append((down, up))
-            norms.append(product_norm(down, up, module.lora_alpha[adapter_name] / module.r[adapter_name]))
-    if not norms:
+            scale = module.lora_alpha[adapter_name] / module.r[adapter_name]
+            measured.append((product_norm(down, up, scale), [down, up]))
+    if not measured:
         raise ModelError(f"No module carries an adapter named '{adapter_name}', so there are no norms to bound.")
-    values: list[float] = torch.stack([norm.to(norms[0].device) for norm in norms]).tolist()
+    return scale_to_norm(measured, max_norm)
+
+
+@torch.no_grad()
+def scale_to_norm(measured: Sequence[tuple[Tensor, Sequence[nn.Parameter]]], max_norm: float) -> MaxNormResult:
+    """Scale down, in place, the factors of every module whose norm is above ``max_norm``; one host read for all.
+
+    ``measured`` holds the norm (0-d) of each module's change and its factors, to whose product the change is
+    proportional: each is multiplied by the same root of the ratio.
+    """
+    device = measured[0][0].device
+    values: list[float] = torch.stack([norm.to(device) for norm, _ in measured]).tolist()
     scaled = 0
-    for index, (down, up) in enumerate(factors):
+    for index, (_, factors) in enumerate(measured):
         norm = values[index]
         if norm > max_norm and math.isfinite(norm):
-            root_of_ratio = math.sqrt(max_norm / norm)
-            down.mul_(root_of_ratio)
-            up.mul_(root_of_ratio)
+            root_of_ratio = (max_norm / norm) ** (1 / len(factors))
+            for factor in factors:
+                factor.mul_(root_of_ratio)
             values[index] = max_norm
             scaled += 1
     return MaxNormResult(scaled, sum(values) / len(values), max(values))

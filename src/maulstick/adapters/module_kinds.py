@@ -81,9 +81,11 @@ class DoraWeights:
 
 @dataclass(frozen=True)
 class OftWeights:
-    """Orthogonal fine-tuning: the weight is turned by a block-diagonal rotation. Read for inspection only.
+    """Orthogonal fine-tuning (arXiv 2306.07280): groups of outputs are turned, see ``rotation_change``.
 
-    ``blocks`` is as it lies in the file: (count, size, size), or PEFT's (count, size * (size - 1) / 2).
+    ``blocks`` is as it lies in the file: (count, size, size), or PEFT's (count, size * (size - 1) / 2), which turns
+    inputs and is read for inspection only. ``alpha`` times the number of outputs is a limit on the norm of all turns
+    together (LyCORIS, sd-scripts); 0 and ``None`` stand for no limit.
     """
 
     blocks: Tensor
@@ -240,7 +242,7 @@ def add_change(total: Tensor, base: Tensor, module: AdapterModule, strength: flo
     """Add ``strength`` times the module's change of ``base`` to ``total`` (fp32, contiguous, same shape), in place.
 
     Raises:
-        Unsupported: the module is for a weight of another shape, or cannot be merged (OFT).
+        Unsupported: the module is for a weight of another shape, or it is PEFT's OFT, which turns inputs.
     """
     match module:
         case LoraWeights():
@@ -250,9 +252,7 @@ def add_change(total: Tensor, base: Tensor, module: AdapterModule, strength: flo
         case DoraWeights():
             total.add_(_dora_change(module, base), alpha=strength)
         case OftWeights():
-            raise Unsupported(
-                "is an OFT, which this program reads but cannot merge; merge it with the program it is from"
-            )
+            total.add_(_oft_change(module, base), alpha=strength)
 
 
 def _add_product(total: Tensor, module: LoraWeights, strength: float) -> None:
@@ -279,6 +279,32 @@ def _dora_change(module: DoraWeights, base: Tensor) -> Tensor:
             f"has {magnitude.numel()} magnitudes, but the weight it is for has {norm.numel()} rows or columns"
         )
     return directed.mul_(magnitude / norm.clamp(min=torch.finfo(torch.float32).tiny)).sub_(base)
+
+
+def rotation_change(blocks: Tensor) -> Tensor:
+    """``R - 1`` for blocks (count, n, n): ``R = (1 + Q) (1 - Q)^-1`` with ``Q = blocks - blocks^T``, in fp32.
+
+    Written as ``(1 - Q)^-1 2 Q``, which is the same and loses nothing where Q is small.
+    """
+    skew = (blocks - blocks.mT).float()
+    return torch.linalg.solve(torch.eye(skew.shape[-1], device=skew.device) - skew, 2 * skew)
+
+
+def _oft_change(module: OftWeights, base: Tensor) -> Tensor:
+    blocks = module.blocks.float()
+    if blocks.ndim != 3:
+        raise Unsupported(
+            "is an OFT of PEFT's kind, which this program reads but cannot merge; merge it with the program it is from"
+        )
+    if blocks.shape[0] * blocks.shape[1] != base.shape[0]:
+        raise Unsupported(
+            f"turns {blocks.shape[0] * blocks.shape[1]} outputs, but the weight it is for has {base.shape[0]}"
+        )
+    if module.alpha:
+        norm = torch.linalg.vector_norm(blocks - blocks.mT)
+        blocks = blocks * min(1.0, module.alpha * base.shape[0] / max(float(norm), 1e-8))
+    rows = base.float().reshape(*blocks.shape[:2], -1)
+    return torch.einsum("knm,kni->kmi", rotation_change(blocks), rows).reshape(base.shape)
 
 
 def build_module(parts: Mapping[str, Tensor], alpha: float | None, *, whole_lokr_rank: int = 0) -> AdapterModule:

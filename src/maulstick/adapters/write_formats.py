@@ -14,9 +14,11 @@ from uuid import uuid4
 import torch
 from torch import Tensor
 
+from maulstick.adapters.adapter_tensors import kohya_parts
 from maulstick.adapters.factors import Folding, LoraWeights, cast_weights, fold_alphas
 from maulstick.adapters.files import save_lora_file
 from maulstick.adapters.lora_family import LoraFamily, component_of
+from maulstick.adapters.module_kinds import DoraWeights, kind_of
 from maulstick.adapters.tensor_names import Layout, original_path, sai_name
 from maulstick.errors import ModelError
 from maulstick.files_io import atomic_write
@@ -35,32 +37,63 @@ _PEFT_PARTS = ("lora_A.weight", "lora_B.weight")
 
 
 def layout_tensors(
-    modules: Mapping[str, LoraWeights],
+    modules: Mapping[str, LoraWeights | DoraWeights],
     family: LoraFamily,
     *,
     layout: Layout = "kohya",
     dtype: torch.dtype = torch.float32,
     unet_names: UnetNames = "sai",
 ) -> dict[str, Tensor]:
-    """The tensors of a file that holds ``modules`` (canonical name -> weights), on the CPU.
+    """The tensors of a file that holds ``modules`` (canonical name -> LoRA, or DoRA of a LoRA), on the CPU.
 
     ``unet_names`` matters to kohya's layout of SDXL only: the original (SAI) names that sd-scripts writes, or those of
     diffusers. Alphas become one for each component in kohya's and ComfyUI's layout; in those of diffusers and PEFT the
     strength goes into the up factor, so that alpha equals the rank, which is what their readers take it to be.
 
     Raises:
-        ModelError: a module has no name in that layout.
+        ModelError: a module has no name in that layout, or is a DoRA that its readers cannot apply.
     """
     down_part, up_part = _KOHYA_PARTS if layout in ("kohya", "comfyui") else _PEFT_PARTS
     tensors: dict[str, Tensor] = {}
-    for name, weights in folded(modules, layout).items():
+    for name, weights in folded(lora_changes(modules), layout).items():
         cast = cast_weights(weights, dtype)
         stem = _stem(name, family, layout, unet_names)
         tensors[f"{stem}.{down_part}"] = cast.down.detach().cpu()
         tensors[f"{stem}.{up_part}"] = cast.up.detach().cpu()
         if cast.alpha is not None:
             tensors[f"{stem}.alpha"] = torch.tensor(cast.alpha, dtype=dtype)
+        module = modules[name]
+        if isinstance(module, DoraWeights):
+            part, magnitude = _magnitude(name, module, layout)
+            tensors[f"{stem}.{part}"] = magnitude.detach().to("cpu", dtype)
     return tensors
+
+
+def lora_changes(modules: Mapping[str, LoraWeights | DoraWeights]) -> dict[str, LoraWeights]:
+    """The modules without the lengths of a DoRA.
+
+    Raises:
+        ModelError: a DoRA is of another kind than LoRA.
+    """
+    changes: dict[str, LoraWeights] = {}
+    for name, module in modules.items():
+        change = module.change if isinstance(module, DoraWeights) else module
+        if not isinstance(change, LoraWeights):
+            raise ModelError(f"Module '{name}' is a DoRA of a {kind_of(change)}, which has no other naming.")
+        changes[name] = change
+    return changes
+
+
+def _magnitude(name: str, module: DoraWeights, layout: Layout) -> tuple[str, Tensor]:
+    if layout in ("kohya", "comfyui"):
+        return "dora_scale", kohya_parts(module)["dora_scale"]
+    if module.axis != 0:
+        raise ModelError(
+            f"Module '{name}' is a DoRA with a length for each input, but diffusers and PEFT have one for each output. "
+            "Train with wd_on_output = true for them, or merge it into a checkpoint."
+        )
+    is_conv = kohya_parts(module)["dora_scale"].ndim == 4
+    return "lora_magnitude_vector", module.magnitude.reshape(1, -1, 1, 1) if is_conv else module.magnitude.flatten()
 
 
 def folded(modules: Mapping[str, LoraWeights], layout: Layout = "kohya") -> dict[str, LoraWeights]:
@@ -186,6 +219,6 @@ def _peft_config(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         "rank_pattern": others,
         "alpha_pattern": others,
         "target_modules": sorted(ranks),
-        "use_dora": False,
+        "use_dora": any(key.endswith("lora_magnitude_vector") for key in tensors),
         "use_rslora": False,
     }

@@ -8,13 +8,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from peft.tuners.lora import LoraLayer
-from torch import nn
+from torch import Tensor, nn
 
 from maulstick.adapters.block_presets import BASE, BlockRatios, builtin_presets, resolve_ratios
 from maulstick.adapters.factors import LoraWeights
 from maulstick.adapters.files import assign_modules, data_hash, lora_tensors
-from maulstick.adapters.read_formats import read_plain_lora
+from maulstick.adapters.module_kinds import (
+    AdapterModule,
+    DoraWeights,
+    OftWeights,
+    Unsupported,
+    add_change,
+    exact_factors,
+)
+from maulstick.adapters.read_formats import read_adapter
 from maulstick.errors import ModelError
 from maulstick.families.base import Family
 from maulstick.families.libraries import quiet_libraries
@@ -104,7 +113,7 @@ def apply_loras(
     table = family.key_names.table(modules)
     applied = []
     for number, (choice, own_ratios) in enumerate(zip(choices, ratios, strict=True)):
-        file = read_plain_lora(choice.path)
+        file = read_adapter(choice.path)
         assigned = assign_modules(file, table, family.name)
         fitted = {
             component: {
@@ -154,12 +163,33 @@ def _place(family: Family, component: str, path: str) -> str:
     return OUTSIDE if index is None else family.block_names()[index]
 
 
-def _fitted(file: Path, path: str, weights: LoraWeights, module: nn.Linear | nn.Conv2d) -> LoraWeights:
-    """Give the factors the dimensions that the module wants; 1x1 convolutions and matrices hold the same numbers."""
+def _as_lora(file: Path, path: str, module: AdapterModule, weight: Tensor) -> LoraWeights:
+    """The module's change of this weight as a LoRA: exactly, so that it can be switched and weighted like one.
+
+    What a DoRA or OFT changes depends on the weight and has full rank: one factor is the change, the other an identity.
+    """
+    if not isinstance(module, DoraWeights | OftWeights):
+        return exact_factors(module)
+    weight = weight.detach().to("cpu", torch.float32)
+    change = torch.zeros_like(weight)
+    try:
+        add_change(change, weight, module, 1.0)
+    except Unsupported as reason:
+        raise ModelError(f"{file}: module '{path}' {reason}.") from None
+    return LoraWeights(change, torch.eye(len(change)), None)
+
+
+def _fitted(file: Path, path: str, in_file: AdapterModule, module: nn.Linear | nn.Conv2d) -> LoraWeights:
+    """The change as a LoRA with the dimensions that the module wants.
+
+    1x1 convolutions and matrices hold the same numbers.
+    """
     base = module.weight
+    weights = _as_lora(file, path, in_file, base)
     down, up = weights.down, weights.up
-    if base.ndim == 4 and down.ndim == 2 and tuple(base.shape[2:]) == (1, 1):
-        down = down[:, :, None, None]
+    if base.ndim == 4 and down.ndim == 2 and down.shape[1] == base[0].numel():
+        # Also kernels that the file keeps flattened, as LoHa and LoKr do.
+        down = down.reshape(len(down), *base.shape[1:])
     elif base.ndim == 2 and down.ndim == 4 and tuple(down.shape[2:]) == (1, 1):
         down = down.flatten(1)
     up = up.flatten(1) if base.ndim == 2 else up.reshape(*up.shape[:2], 1, 1)

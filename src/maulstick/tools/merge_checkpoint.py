@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from maulstick.adapters.lora_family import with_family_prefixes
-from maulstick.adapters.module_kinds import AdapterModule, DoraWeights, Unsupported, add_change
+from maulstick.adapters.module_kinds import AdapterModule, DoraWeights, OftWeights, Unsupported, add_change
 from maulstick.adapters.read_formats import AdapterFile, read_adapter
 from maulstick.adapters.safetensors_stream import TensorSpec, write_stream
 from maulstick.adapters.write_formats import new_folder
@@ -225,7 +225,7 @@ def _merged(tensor: Tensor, changes: Sequence[Change]) -> Tensor:
     """The tensor with all changes added, in fp32; every change is one of the tensor as it was."""
     if not changes:
         return tensor
-    keeps_original = any(isinstance(change.module, DoraWeights) for change in changes)
+    keeps_original = any(isinstance(change.module, DoraWeights | OftWeights) for change in changes)
     total = tensor.to(torch.float32, copy=keeps_original)
     for change in changes:
         try:

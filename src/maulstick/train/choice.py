@@ -18,10 +18,10 @@ from maulstick.adapters.block_weights import (
     check_weights_against_modules,
     read_part_weights,
 )
-from maulstick.adapters.factors import LoraWeights
 from maulstick.adapters.files import assign_modules
 from maulstick.adapters.key_names import KeyNames
-from maulstick.adapters.read_formats import read_plain_lora
+from maulstick.adapters.kinds import AdapterKind, adapter_kind
+from maulstick.adapters.module_kinds import AdapterModule
 from maulstick.adapters.targets import (
     TEXT_ENCODER_CONTAINERS,
     UNET_CONV_CONTAINERS,
@@ -36,7 +36,7 @@ from maulstick.options.schema import NetworkOptions, TrainOptions
 from maulstick.train.rates import ComponentRates, component_rates, up_ratio
 
 Targets = dict[str, list[LoraTarget]]
-StartWeights = dict[str, dict[str, LoraWeights]]
+StartWeights = dict[str, dict[str, AdapterModule]]
 Rates = dict[str, ComponentRates]
 
 
@@ -71,14 +71,16 @@ def choose_targets(family: Family, options: TrainOptions) -> Choice:
             "Nothing would be trained: unet_lr and text_encoder_lr (or learning_rate) leave no network a rate above 0."
         )
     networks = {name: family.denoiser if name == denoiser else family.text_encoders[name] for name in rates}
-    start_weights = _read_start_weights(network.network_weights, networks, family)
+    kind = adapter_kind(network)
+    start_weights = _read_start_weights(network.network_weights, networks, family, kind)
     targets: Targets = {}
     for name, root in networks.items():
         if network.dim_from_weights:
             targets[name] = _targets_of_file(root, start_weights.get(name, {}), name, family)
         else:
             targets[name] = _planned_targets(root, name, family, network, layout)
-    _refuse_other_ranks(targets, start_weights, network.network_weights)
+        targets[name] = [kind.fitted(target) for target in targets[name]]
+    _refuse_other_ranks(targets, start_weights, network.network_weights, kind)
     if weights is not None and targets.get(denoiser):
         _leave_out_blocks(denoiser, weights, layout, Choice(targets, start_weights, rates))
     targets = {name: chosen for name, chosen in targets.items() if chosen}
@@ -114,7 +116,7 @@ def _rates(family: Family, options: TrainOptions, weights: BlockWeights | None) 
 
 
 def _targets_of_file(
-    root: nn.Module, start_weights: Mapping[str, LoraWeights], name: str, family: Family
+    root: nn.Module, start_weights: Mapping[str, AdapterModule], name: str, family: Family
 ) -> list[LoraTarget]:
     ranks = {
         path: (weights.rank, float(weights.rank if weights.alpha is None else weights.alpha))
@@ -186,10 +188,12 @@ def _leave_out_blocks(denoiser: str, weights: BlockWeights, layout: BlockLayout,
     rates[denoiser] = replace(rates[denoiser], notes=tuple(notes))
 
 
-def _read_start_weights(path: Path | None, networks: Mapping[str, nn.Module], family: Family) -> StartWeights:
+def _read_start_weights(
+    path: Path | None, networks: Mapping[str, nn.Module], family: Family, kind: AdapterKind
+) -> StartWeights:
     if path is None:
         return {}
-    file = read_plain_lora(path)
+    file = kind.read_start(path)
     containers = TEXT_ENCODER_CONTAINERS | UNET_CONV_CONTAINERS
     paths = {name: [module.path for module in find_targets(root, containers)] for name, root in networks.items()}
     assigned = assign_modules(file, family.key_names.table(paths), family.name)
@@ -202,15 +206,15 @@ def _read_start_weights(path: Path | None, networks: Mapping[str, nn.Module], fa
     return assigned.components
 
 
-def _refuse_other_ranks(targets: Targets, start_weights: StartWeights, path: Path | None) -> None:
+def _refuse_other_ranks(targets: Targets, start_weights: StartWeights, path: Path | None, kind: AdapterKind) -> None:
     """Refuse start weights of other ranks now, not after minutes of caching."""
     for name, planned in targets.items():
         for target in planned:
             weights = start_weights.get(name, {}).get(target.path)
-            if weights is not None and weights.rank != target.dim:
+            misfit = None if weights is None else kind.misfit(target, weights)
+            if misfit is not None:
                 raise OptionError(
-                    f"network_weights: {path} has rank {weights.rank} in '{target.path}' of the {name}, but this run "
-                    f"plans rank {target.dim}. Set network_dim (and conv_dim) to the file's, or use dim_from_weights."
+                    f"network_weights: the module of {path} for '{target.path}' of the {name} {misfit}. {kind.remedy}"
                 )
 
 

@@ -14,13 +14,15 @@ import torch
 from torch import nn
 
 from maulstick import __version__
-from maulstick.adapters.files import file_hash, legacy_file_hash, lora_tensors, save_lora_file
-from maulstick.adapters.lora import lora_state
+from maulstick.adapters.adapter_tensors import adapter_tensors
+from maulstick.adapters.files import file_hash, legacy_file_hash, save_lora_file
+from maulstick.adapters.kinds import adapter_kind
 from maulstick.adapters.metadata import BaseModelFacts, DatasetFacts, LoraRunFacts, ModelSpecFacts, build_metadata
 from maulstick.data.summary import bucket_info, dataset_dirs, datasets_metadata, tag_frequency
 from maulstick.families.base import Family
 from maulstick.files_io import set_aside
 from maulstick.options.schema import TrainOptions
+from maulstick.options.text_rates import text_encoder_rates
 from maulstick.train.plan import Plan
 from maulstick.train.precision import DTYPES
 from maulstick.train.prepare import Prepared
@@ -60,9 +62,10 @@ class LoraOutput:
         path = self.path(label)
         if path not in self.written:
             self.written[path] = set_aside(path)
-        states = {name: lora_state(network) for name, network in self.components.items()}
+        kind = adapter_kind(self.options.network)
+        states = {name: kind.state(network) for name, network in self.components.items()}
         dtype = dtype or DTYPES[self.options.run.save_precision or "float"]
-        save_lora_file(path, lora_tensors(states, self.family.key_names, dtype), self.metadata(step, epoch))
+        save_lora_file(path, adapter_tensors(states, self.family.key_names, dtype), self.metadata(step, epoch))
         return path
 
     def metadata(self, step: int, epoch: int) -> dict[str, str]:
@@ -70,13 +73,15 @@ class LoraOutput:
         o, plan = self.options, self.plan
         # Drawn from the start time, so that it is unique to the run and the same in all its files.
         session_id = random.Random(self.started_at).randint(0, 2**32)
-        network_arguments = dict(argument.split("=", 1) for argument in o.network.network_args) or None
+        kind = adapter_kind(o.network)
+        given_arguments = dict(argument.split("=", 1) for argument in o.network.network_args)
         facts = LoraRunFacts(
             base_model_version=self.family.base_model_version,
             v2=self.family.base_model_version.startswith("sd_v2"),
             network_dim=_common([component.rank for component in plan.components]),
             network_alpha=_common([component.alpha for component in plan.components]),
-            network_args=network_arguments,
+            network_module=kind.network_module,
+            network_args={**kind.metadata(), **given_arguments} or None,
             network_dropout=o.network.network_dropout,
             output_name=o.run.output_name,
             model_spec=ModelSpecFacts(
@@ -127,13 +132,19 @@ class LoraOutput:
         return {
             "learning_rate": o.optimizer.learning_rate,
             "unet_lr": o.optimizer.unet_lr,
-            "text_encoder_lr": o.optimizer.text_encoder_lr,
+            "text_encoder_lr": o.optimizer.text_encoder_lr or self._text_encoder_rates_by_number(),
             "optimizer": o.optimizer.optimizer_type
             + (f"({','.join(o.optimizer.optimizer_args)})" if o.optimizer.optimizer_args else ""),
             "max_grad_norm": o.optimizer.max_grad_norm,
             "lr_scheduler": o.schedule.lr_scheduler,
             "lr_warmup_steps": self.plan.warmup_steps,
         }
+
+    def _text_encoder_rates_by_number(self) -> list[float] | None:
+        o = self.options.optimizer
+        if o.text_encoder_lr1 is None and o.text_encoder_lr2 is None:
+            return None
+        return text_encoder_rates(o, len(self.family.text_encoder_naming))
 
     def _length_facts(self) -> dict[str, Any]:
         o, plan = self.options, self.plan
