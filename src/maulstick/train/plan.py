@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from maulstick.adapters.kinds import AdapterKind
 from maulstick.adapters.targets import LoraTarget
 from maulstick.data.findings import Finding
 from maulstick.options.schema import TrainOptions
@@ -16,16 +17,20 @@ from maulstick.train.rates import ComponentRates
 
 @dataclass(frozen=True)
 class ComponentPlan:
-    """One network with LoRA: how many modules and values, and how fast they learn.
+    """One network with an adapter: how many modules and values, and how fast they learn.
 
     Attributes:
         learning_rate: before weights by block and LoRA+'s ratio.
+        network_type: name of the kind of adapter, for people.
         groups: name in the log -> learning rate of each parameter group.
-        scale: ``alpha / rank``, by which the update is multiplied; None where modules differ.
+        rank: block size of an OFT; None where modules differ, as for alpha and scale.
+        scale: ``alpha / rank``, by which the update is multiplied.
+        strength: what is to be said in place of that; None where nothing is.
     """
 
     component: str
     log_name: str
+    network_type: str
     learning_rate: float
     groups: Mapping[str, float]
     modules: int
@@ -33,6 +38,7 @@ class ComponentPlan:
     rank: int | None
     alpha: float | None
     scale: float | None
+    strength: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,20 +98,23 @@ class Plan:
         }
 
 
-def component_plan(rates: ComponentRates, targets: Sequence[LoraTarget]) -> ComponentPlan:
+def component_plan(rates: ComponentRates, targets: Sequence[LoraTarget], kind: AdapterKind) -> ComponentPlan:
     """Sum up the targets of one component."""
     ranks, alphas = {t.dim for t in targets}, {t.alpha for t in targets}
     scales = {t.alpha / t.dim for t in targets}
+    rank = ranks.pop() if len(ranks) == 1 else None
     return ComponentPlan(
         component=targets[0].component,
         log_name=rates.log_name,
+        network_type=kind.title,
         learning_rate=rates.learning_rate,
         groups=rates.groups(targets),
         modules=len(targets),
-        parameters=sum(target.parameter_count for target in targets),
-        rank=ranks.pop() if len(ranks) == 1 else None,
+        parameters=sum(kind.parameter_count(target) for target in targets),
+        rank=rank,
         alpha=alphas.pop() if len(alphas) == 1 else None,
         scale=scales.pop() if len(scales) == 1 else None,
+        strength=kind.strength_sentence(rank),
     )
 
 
@@ -123,7 +132,9 @@ def length_of_training(options: TrainOptions, steps_per_epoch: int) -> tuple[int
 
 
 def alpha_sentence(component: ComponentPlan) -> str:
-    """Say what alpha does at this rank."""
+    """Say what alpha does at this rank, or what the kind of adapter has instead."""
+    if component.strength is not None:
+        return component.strength
     if component.scale is None or component.rank is None:
         return "alpha and rank differ between modules"
     text = f"alpha {component.alpha:g} at rank {component.rank} multiplies what is learned by {component.scale:g}"
@@ -155,8 +166,8 @@ def weights_sentence(weights: Sequence[float], names: Sequence[str]) -> str:
     return ", ".join(parts)
 
 
-def plan_lines(plan: Plan) -> list[str]:
-    """Return the plan as lines of plain text."""
+def plan_lines(plan: Plan, *, with_findings: bool = True) -> list[str]:
+    """Return the plan as lines of plain text; ``with_findings`` adds what was found, and the notices."""
     sizes = ", ".join(f"{width}x{height}" for width, height in [plan.resolution, *plan.further_resolutions])
     lines = [
         f"model      {plan.model}  ({plan.family}, {plan.base_model_version}, predicts {plan.prediction_type})",
@@ -177,7 +188,8 @@ def plan_lines(plan: Plan) -> list[str]:
     )
     for component in plan.components:
         lines.append(
-            f"trains     {component.component}: {component.modules} modules, {component.parameters:,} values, "
+            f"trains     {component.component}: {component.modules} modules ({component.network_type}), "
+            f"{component.parameters:,} values, "
             f"learning rate {component.learning_rate:g}{groups_sentence(component)}; {alpha_sentence(component)}"
         )
     blocks = " ".join(f"{plan.block_names[b]}:{n}" for b, n in plan.modules_per_block.items() if n)
@@ -188,6 +200,7 @@ def plan_lines(plan: Plan) -> list[str]:
     warmup = f", warm-up {plan.warmup_steps} steps" if plan.warmup_steps else ""
     lines.append(f"optimizer  {plan.optimizer}, {plan.lr_scheduler}{warmup}")
     lines.append(f"device     {plan.device}, precision {plan.precision}, seed {plan.seed}")
-    lines += [f"note       {notice}" for notice in plan.notices]
-    lines += [f"{finding.severity:<10} {finding.message}" for finding in plan.findings]
+    if with_findings:
+        lines += [f"note       {notice}" for notice in plan.notices]
+        lines += [f"{finding.severity:<10} {finding.text}" for finding in plan.findings]
     return lines

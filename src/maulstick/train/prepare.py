@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from maulstick.adapters.kinds import adapter_kind
 from maulstick.data.batches import BatchSchedule
 from maulstick.data.findings import Finding, Severity, names
 from maulstick.data.index import build_index
@@ -19,21 +20,21 @@ from maulstick.families.base import Family
 from maulstick.families.load import load_family
 from maulstick.options.dataset_config import dataset_specs
 from maulstick.options.load import LoadedOptions
+from maulstick.options.schedules import schedule_name
 from maulstick.options.schema import TrainOptions
-from maulstick.options.values import parse_steps
 from maulstick.train.choice import Rates, StartWeights, Targets, choose_targets
 from maulstick.train.console import RunConsole, make_console
+from maulstick.train.events import json_value
 from maulstick.train.optim import check_optimizer
 from maulstick.train.plan import (
     Plan,
     component_plan,
     length_of_training,
     modules_per_block,
-    plan_lines,
 )
 from maulstick.train.precision import DTYPES
 from maulstick.train.rates import ComponentRates
-from maulstick.train.schedule import learning_rate_factor
+from maulstick.train.schedule import learning_rate_factor, schedule_settings
 
 
 @dataclass
@@ -80,7 +81,7 @@ def prepare(
         options.optimizer.optimizer_args,
         {name: rate for component in plan.components for name, rate in component.groups.items()},
     )
-    learning_rate_factor(options.schedule.lr_scheduler, warmup_steps=plan.warmup_steps, total_steps=plan.total_steps)
+    learning_rate_factor(schedule_settings(options, plan.total_steps))
     return Prepared(options, family, index, batches, targets, rates, start_weights, plan, seed)
 
 
@@ -107,9 +108,10 @@ def long_captions(index: DatasetIndex, family: Family, limit: int) -> list[Findi
     if not paths:
         return []
     longest = max(counted.values())
-    advice = " Shorten them, or set max_token_length to 150 or 225." if limit < 225 else " Shorten them."
-    message = f"{names(paths)}: captions of more than {limit} tokens (longest: {longest}); the rest is cut off.{advice}"
-    return [Finding(Severity.WARNING, "caption_too_long", paths, message)]
+    message = f"{names(paths)}: captions of more than {limit} tokens (longest: {longest}); the rest is cut off."
+    why = "What stands behind the cut is never learned."
+    advice = "Shorten them, or set max_token_length to 150 or 225." if limit < 225 else "Shorten them."
+    return [Finding(Severity.WARNING, "caption_too_long", paths, message, why, advice)]
 
 
 def make_plan(
@@ -124,6 +126,7 @@ def make_plan(
 ) -> Plan:
     """Put together everything that is known before the first step."""
     options = loaded.options
+    kind = adapter_kind(options.network)
     accumulation = options.run.gradient_accumulation_steps
     steps_per_epoch = -(-batches.batches_per_epoch // accumulation)
     total_steps, epochs = length_of_training(options, steps_per_epoch)
@@ -150,10 +153,10 @@ def make_plan(
         steps_per_epoch=steps_per_epoch,
         epochs=epochs,
         total_steps=total_steps,
-        warmup_steps=parse_steps(options.schedule.lr_warmup_steps, total_steps),
-        lr_scheduler=options.schedule.lr_scheduler,
+        warmup_steps=schedule_settings(options, total_steps).warmup_steps,
+        lr_scheduler=schedule_name(options.schedule),
         optimizer=options.optimizer.optimizer_type,
-        components=[component_plan(rates[name], chosen) for name, chosen in targets.items()],
+        components=[component_plan(rates[name], chosen, kind) for name, chosen in targets.items()],
         modules_per_block=modules_per_block(targets.get(denoiser, []), len(family.block_names())),
         block_lr_weights=None if block_weights is None else list(block_weights),
         block_names=list(family.block_names()),
@@ -201,12 +204,20 @@ def default_device() -> torch.device:
     return PartialState(cpu=must_use_cpu()).device
 
 
-def check_command(loaded: LoadedOptions, as_json: bool) -> int:
-    """Print the plan of a run without training."""
+def check_command(loaded: LoadedOptions, as_json: bool, dry_step: bool = True) -> int:
+    """Print the plan of a run and all that is found about it, without training or writing anything.
+
+    Returns 0, or 1 where the training would fail; ``dry_step`` allows to measure on the device.
+    """
+    # It puts a run together, and so imports this module.
+    from maulstick.train.preflight import preflight
+    from maulstick.train.preflight_lines import preflight_lines
+
     console = make_console("quiet" if as_json else loaded.options.log.console)
     prepared = prepare(loaded, console, device=default_device(), seed=draw_seed(loaded.options))
+    found = preflight(loaded, prepared, dry=dry_step)
     if as_json:
-        print(json.dumps(prepared.plan.as_json(), indent=2, ensure_ascii=False))
+        print(json.dumps(json_value(prepared.plan.as_json() | {"preflight": found.as_json()}), indent=2))
     else:
-        print("\n".join(plan_lines(prepared.plan)))
-    return 0
+        print("\n".join(preflight_lines(prepared.plan, found)))
+    return found.exit_code
