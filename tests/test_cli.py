@@ -58,7 +58,7 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
     )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stderr.splitlines()[-1] == "set()"
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.5
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.8
 
 
 @pytest.mark.parametrize("command", ["train", "check"])
@@ -67,11 +67,12 @@ def test_help_shows_every_option_in_one_piece_with_its_default(command: str, col
     text = run_program(command, "--help", COLUMNS=columns).stdout
     for name in option_types():
         assert len(re.findall(rf"^  --{name}( |$)", text, re.MULTILINE)) == 1
-    # The original guardian's two negative switches are the only ones.
-    assert set(re.findall(r"--no-\w+", text)) == {"--no-skip_nan_immediate", "--no-skip_inf_immediate"}
+    # The original guardian's two negative switches, and those of what is on without being asked for.
+    switches = {"--no-skip_nan_immediate", "--no-skip_inf_immediate", "--no-rescue", "--no-alarms", "--no-autopsy"}
+    assert set(re.findall(r"--no-\w+", text)) == switches | ({"--no-dry_step"} if command == "check" else set())
     assert "--empty-" not in text
     flat = " ".join(text.split())
-    assert "--network_dim INT Rank of the LoRA. [default: 4]" in flat
+    assert "--network_dim INT Rank of the LoRA; of an OFT the largest size of its blocks. [default: 4]" in flat
     assert "{no,fp16,bf16}" in text
     assert "--enable_bucket Sort images" in flat
     lines = text.splitlines()
@@ -91,6 +92,8 @@ def test_help_is_grouped_by_owner() -> None:
         "Learning-rate schedule",
         "Objective",
         "Gradient guardian",
+        "Rescue",
+        "Autopsy",
         "Samples while training",
         "Log",
     ]
@@ -106,16 +109,18 @@ def test_every_option_has_its_line_of_sense_and_its_default() -> None:
         if name in ("pretrained_model_name_or_path", "output_dir"):
             assert "Required." in entry
             continue
-        shown = {"None": "not set", "False": "off", "[]": "none"}.get(str(default), str(default))
+        shown = {"None": "not set", "False": "off", "True": "on", "[]": "none"}.get(str(default), str(default))
         assert f"[default: {shown}]" in entry
 
 
 def test_the_program_lists_its_commands() -> None:
     text = run_program("--help").stdout
-    assert re.findall(r"^  (\w+) ", text, re.MULTILINE) == [
+    assert re.findall(r"^  ([a-z][\w-]+) ", text, re.MULTILINE) == [
         "quickstart",
         "train",
         "check",
+        "plot-schedule",
+        "probe",
         "generate",
         "inspect",
         "diff",
@@ -124,6 +129,7 @@ def test_the_program_lists_its_commands() -> None:
         "resize",
         "convert",
         "replay",
+        "autopsy",
         "optimizers",
     ]
     assert run_program().stdout == text
@@ -228,7 +234,8 @@ def test_check_takes_the_same_options_and_json(monkeypatch: pytest.MonkeyPatch, 
     recorder = Recorder(monkeypatch, CHECK_MODULE, "check_command")
     assert main(["check", *REQUIRED[:place], "--json", *REQUIRED[place:]]) == 0
     assert main(["check", *REQUIRED, "--seed", "1"]) == 0
-    assert [as_json for _, as_json in recorder.calls] == [True, False]
+    assert main(["check", *REQUIRED[:4], "--no-dry_step"]) == 0
+    assert [flags for _, *flags in recorder.calls] == [[True, True], [False, True], [False, False]]
     assert recorder.calls[1][0].options.run.seed == 1
 
 

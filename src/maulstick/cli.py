@@ -12,9 +12,12 @@ from cyclopts import App, CycloptsError, Parameter
 
 from maulstick import __version__
 from maulstick.errors import MaulstickError
+from maulstick.options.autopsy import autopsy_app, load_autopsy_options
 from maulstick.options.generate import GenerateOptions
 from maulstick.options.help_format import PlainHelp
-from maulstick.options.load import OPTION_STYLE, load_train_options, options_app
+from maulstick.options.load import NO_DRY_STEP, OPTION_STYLE, load_train_options, options_app
+from maulstick.options.plot_schedule import load_plot_options, plot_schedule_app
+from maulstick.options.probe import load_probe_options, probe_app
 from maulstick.tools.commands import COMMANDS as LORA_COMMANDS
 
 TRAIN_SUMMARY = """Train a LoRA on captioned images.
@@ -23,8 +26,8 @@ Options have the names that sd-scripts gives them; a switch is turned off with -
 sd-scripts has are accepted where they change nothing, and refused with what to use instead where they would."""
 CHECK_SUMMARY = """Show what `maulstick train` would do with the same options, without training.
 
-Lists images, captions, repeats, buckets, steps, trained modules and learning rates, and all that was found about the
-data."""
+Lists images, captions, repeats, buckets, steps, trained modules, learning rates and their schedule, measures time and
+memory on one step, and says what does not fit together. Writes nothing; output_dir need not be given."""
 
 Json = Annotated[bool, Parameter(name="json")]
 Modes = tuple[Literal["steady", "stable", "stable_no_threshoff", "gamble", "off"], ...]
@@ -78,7 +81,7 @@ def _help(arguments: list[str]) -> int | None:
 
 
 def build_app() -> App:
-    """Return the program with its commands; `train` and `check` are in it for their help only."""
+    """Return the program with its commands; `train`, `check` and the like are in it for their help only."""
     app = App(
         name="maulstick",
         help="Train LoRA adapters for Stable Diffusion, with runs that finish and say what they did.",
@@ -90,6 +93,9 @@ def build_app() -> App:
     )
     app.command(options_app("train", TRAIN_SUMMARY))
     app.command(options_app("check", CHECK_SUMMARY, with_json=True))
+    app.command(probe_app())
+    app.command(plot_schedule_app())
+    app.command(autopsy_app())
     app.command(generate)
     app.command(quickstart)
     app.command(replay)
@@ -97,7 +103,9 @@ def build_app() -> App:
     for command in LORA_COMMANDS:
         app.command(command)
     lora_commands = [command.__name__ for command in LORA_COMMANDS]
-    for place, name in enumerate(["quickstart", "train", "check", "generate", *lora_commands, "replay", "optimizers"]):
+    of_a_run = ["train", "check", "plot-schedule", "probe"]
+    order = ["quickstart", *of_a_run, "generate", *lora_commands, "replay", "autopsy", "optimizers"]
+    for place, name in enumerate(order):
         app[name].sort_key = place
     return app
 
@@ -113,13 +121,45 @@ def train(arguments: Sequence[str]) -> int:
 def check(arguments: Sequence[str]) -> int:
     """Show the plan of a run."""
     as_json = "--json" in arguments
-    loaded = load_train_options([argument for argument in arguments if argument != "--json"])
+    dry_step = NO_DRY_STEP not in arguments
+    own = ("--json", NO_DRY_STEP, "--dry_step")
+    loaded = load_train_options([argument for argument in arguments if argument not in own], with_output=False)
     from maulstick.train.prepare import check_command
 
-    return check_command(loaded, as_json)
+    return check_command(loaded, as_json, dry_step)
 
 
-OPTION_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"train": train, "check": check}
+def probe(arguments: Sequence[str]) -> int:
+    """Measure which blocks matter."""
+    asked = load_probe_options(arguments)
+    from maulstick.tools.probe import probe_command
+
+    return probe_command(asked)
+
+
+def plot_schedule(arguments: Sequence[str]) -> int:
+    """Draw the learning rate of a run."""
+    plot, loaded = load_plot_options(arguments)
+    from maulstick.tools.plot_schedule import plot_schedule_command
+
+    return plot_schedule_command(plot, loaded)
+
+
+def autopsy(arguments: Sequence[str]) -> int:
+    """Show or make an autopsy."""
+    asked = load_autopsy_options(arguments)
+    from maulstick.tools.autopsy import autopsy_command
+
+    return autopsy_command(asked)
+
+
+OPTION_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "autopsy": autopsy,
+    "train": train,
+    "check": check,
+    "probe": probe,
+    "plot-schedule": plot_schedule,
+}
 
 
 def generate(*, options: GenerateOptions = GenerateOptions()) -> int:  # noqa: B008 (never changed)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
+from operator import eq
 
 
 class MaulstickError(Exception):
@@ -24,5 +25,11 @@ class ModelError(MaulstickError):
 
 def nearest_name_hint(name: str, valid: Iterable[str]) -> str:
     """Return " Did you mean X?" for the valid name closest to ``name``, or "" when none is close."""
-    close = get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    close = get_close_matches(name, list(valid), n=3, cutoff=0.6)
+    # Of names as close as each other ("resque": resume, rescue) the one with more letters in their places is meant.
+    close.sort(key=lambda other: _likeness(name, other), reverse=True)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def _likeness(name: str, other: str) -> tuple[float, int]:
+    return SequenceMatcher(None, other, name).ratio(), sum(map(eq, name, other))

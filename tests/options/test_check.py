@@ -10,7 +10,6 @@ from maulstick.errors import OptionError
 from maulstick.options.check import RANGES, check_train_options
 from maulstick.options.load import LoadedOptions, load_train_options
 from maulstick.options.schema import DatasetOptions, ModelOptions, RunOptions, TrainOptions
-from maulstick.train.schedule import SHAPES
 
 Load = Callable[..., LoadedOptions]
 
@@ -95,8 +94,9 @@ def test_contradictions_name_both_options(load: Load, arguments: list[str], name
         (["--output_name", "a/b"], "output_name = 'a/b': expected a file name"),
         (["--output_name", " "], "output_name = ' ': expected a file name"),
         (["--lr_warmup_steps", "1.0", "--lr_scheduler", "cosine"], "lr_warmup_steps = 1.0.*100% for all"),
-        (["--text_encoder_lr", "1e-4", "1e-5"], "text_encoder_lr has 2 values"),
-        (["--network_module", "lycoris.kohya"], "network_module = lycoris.kohya: LyCORIS.*networks.lora"),
+        (["--text_encoder_lr", "1e-4", "1e-5", "1e-6"], "text_encoder_lr has 3 values"),
+        (["--text_encoder_lr2", "-1"], "text_encoder_lr2 = -1.0: expected 0 or more"),
+        (["--network_module", "lycoris.kohya"], "network_module = lycoris.kohya: its kinds.*network_type"),
         (["--network_module", "networks.lroa"], "network_module = networks.lroa: there is no such network"),
     ],
 )
@@ -212,12 +212,3 @@ def test_options_made_in_python_are_checked_alike() -> None:
     )
     with pytest.raises(OptionError, match="max_train_steps = 0: expected at least 1"):
         check_train_options(options, ())
-
-
-def test_the_schedules_of_the_options_are_those_of_training(load: Load) -> None:
-    for name in SHAPES:
-        assert load("--lr_scheduler", name).options.schedule.lr_scheduler == name
-    with pytest.raises(OptionError) as error:
-        load("--lr_scheduler", "nothing")
-    assert all(f'"{name}"' in str(error.value) for name in SHAPES)
-    assert str(error.value).count('"') == 2 * len(SHAPES) + 2

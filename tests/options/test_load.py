@@ -28,6 +28,9 @@ SPECIAL: dict[str, tuple[list[str], str, Any]] = {
     "bucket_reso_steps": (["32"], "32", 32),
     "max_bucket_reso": (["2048"], "2048", 2048),
     "lr_warmup_steps": (["5%"], '"5%"', "5%"),
+    "lr_decay_steps": (["0.2"], "0.2", "0.2"),
+    "lr_scheduler": (["rex"], '"rex"', "rex"),
+    "lr_scheduler_args": (["lr_end=0"], '["lr_end=0"]', None),
     "optimizer_args": (["weight_decay=0.1", "betas=0.9,0.95"], '["weight_decay=0.1", "betas=0.9,0.95"]', None),
 }
 COMPANIONS: dict[str, str] = {
@@ -37,6 +40,7 @@ COMPANIONS: dict[str, str] = {
     "dim_from_weights": 'network_weights = "w.safetensors"',
     "cache_text_encoder_outputs": "network_train_unet_only = true",
     "lr_warmup_steps": 'lr_scheduler = "cosine"',
+    "lr_scheduler_args": 'lr_scheduler = "polynomial"',
     **dict.fromkeys(("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"), 'sample_prompts = "p.txt"'),
     "dataset_config": 'train_data_dir = ""',
     **dict.fromkeys(
@@ -44,6 +48,8 @@ COMPANIONS: dict[str, str] = {
         "skip_grad_norm = true",
     ),
     "grad_cosine_log": "grad_norm_log = true",
+    **dict.fromkeys(("factor", "decompose_both"), 'network_type = "lokr"'),
+    "wd_on_output": 'network_type = "dora"',
 }
 
 

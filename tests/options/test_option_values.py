@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maulstick.errors import OptionError
-from maulstick.options.check import parse_resolution, parse_steps
-from maulstick.options.values import convert_toml_value, option_types
+from maulstick.options.dataset_config import parse_resolution
+from maulstick.options.values import convert_toml_value, option_types, parse_steps
 
 WHERE = "run.toml, section [a]"
 

@@ -13,18 +13,29 @@ from maulstick.errors import OptionError
 from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.dataset_config import parse_resolution
+from maulstick.options.network_types import check_network_type
+from maulstick.options.schedules import check_schedule, schedule_leftovers
 from maulstick.options.schema import TrainOptions, flat_values
 from maulstick.options.sd_scripts_table import NETWORK_MODULES
-from maulstick.options.values import parse_steps
+from maulstick.options.text_rates import (
+    BY_NUMBER,
+    check_text_encoder_rates,
+    highest_text_encoder_rate,
+    states_all_text_encoder_rates,
+)
 
 DEFAULTS = flat_values(TrainOptions())
 
 
-def check_train_options(options: TrainOptions, given: Collection[str]) -> list[str]:
+def check_train_options(
+    options: TrainOptions, given: Collection[str], *, with_files: bool = True, with_output: bool = True
+) -> list[str]:
     """Refuse options that cannot mean what they say, and name those that have no effect.
 
     Args:
         given: the names that the user set, to tell a value from a default.
+        with_files: whether model, images and a folder for the results must be named.
+        with_output: whether the folder for the results must be.
 
     Returns:
         One line for each thing that is harmless but will not do what it seems to.
@@ -32,13 +43,15 @@ def check_train_options(options: TrainOptions, given: Collection[str]) -> list[s
     Raises:
         OptionError: something required is missing, a value is out of range, or two options contradict each other.
     """
-    _check_required(options)
+    if with_files:
+        _check_required(options, with_output=with_output)
     _check_ranges(options)
     _check_network(options, given)
     _check_blocks(options)
+    check_network_type(options.network, given)
     _check_rates(options)
     _check_data(options)
-    _check_schedule(options)
+    check_schedule(options.schedule)
     _check_samples(options)
     return [*guard_config(options)[1], *_leftovers(options, given)]
 
@@ -69,7 +82,7 @@ def guard_config(options: TrainOptions) -> tuple[GuardConfig, list[str]]:
 # ---------------------------------------------------------------------------------------- what must be there
 
 
-def _check_required(options: TrainOptions) -> None:
+def _check_required(options: TrainOptions, *, with_output: bool) -> None:
     if options.model.pretrained_model_name_or_path is None:
         raise OptionError(
             "No base model was named. Give pretrained_model_name_or_path: a diffusers folder, or one "
@@ -80,7 +93,7 @@ def _check_required(options: TrainOptions) -> None:
             "No training images were named. Give train_data_dir (a folder that holds folders such as 10_cat) "
             "or dataset_config (a dataset description in TOML)."
         )
-    if options.run.output_dir is None:
+    if with_output and options.run.output_dir is None:
         raise OptionError("No folder for the results was named. Give output_dir.")
 
 
@@ -97,12 +110,14 @@ _ONE_OR_MORE = _Range("at least 1", lambda value: value >= 1)
 _ZERO_OR_MORE = _Range("0 or more", lambda value: value >= 0)
 _ABOVE_ZERO = _Range("above 0", lambda value: value > 0)
 _CHANCE = _Range("a chance from 0 to 1", lambda value: 0 <= value <= 1)
+_SHARE = _Range("a share from 0 to 1", lambda value: 0 <= value <= 1)
 _CHANCE_BELOW_ONE = _Range("a chance from 0 to below 1 (at 1 nothing would be trained)", lambda value: 0 <= value < 1)
 
 RANGES: dict[str, _Range] = {
     "clip_skip": _ONE_OR_MORE,
     "network_dim": _ONE_OR_MORE,
     "network_alpha": _ZERO_OR_MORE,
+    "factor": _Range("a whole number of at least 2, or -1", lambda value: value >= 2 or value == -1),
     "network_dropout": _CHANCE_BELOW_ONE,
     "conv_dim": _ONE_OR_MORE,
     "conv_alpha": _ABOVE_ZERO,
@@ -122,16 +137,29 @@ RANGES: dict[str, _Range] = {
     "prior_loss_weight": _ZERO_OR_MORE,
     "save_every_n_epochs": _ONE_OR_MORE,
     "save_every_n_steps": _ONE_OR_MORE,
+    **dict.fromkeys(("save_last_n_epochs", "save_last_n_steps"), _ZERO_OR_MORE),
+    **dict.fromkeys(("save_last_n_epochs_state", "save_last_n_steps_state"), _ZERO_OR_MORE),
+    "initial_epoch": _ZERO_OR_MORE,
+    "initial_step": _ZERO_OR_MORE,
     "max_train_steps": _ONE_OR_MORE,
     "max_train_epochs": _ONE_OR_MORE,
     "gradient_accumulation_steps": _ONE_OR_MORE,
+    "max_skipped_fraction": _SHARE,
     "seed": _Range("a whole number from 0 to 4294967295", lambda value: 0 <= value < 2**32),
     "learning_rate": _ZERO_OR_MORE,
     "unet_lr": _ZERO_OR_MORE,
-    "text_encoder_lr": _ZERO_OR_MORE,
+    **dict.fromkeys(("text_encoder_lr", *BY_NUMBER), _ZERO_OR_MORE),
     "max_grad_norm": _ZERO_OR_MORE,
+    "lr_scheduler_num_cycles": _ONE_OR_MORE,
+    "lr_scheduler_power": _ABOVE_ZERO,
+    "lr_scheduler_min_lr_ratio": _SHARE,
+    "lr_scheduler_timescale": _ONE_OR_MORE,
     "min_snr_gamma": _ABOVE_ZERO,
     "noise_offset": _ZERO_OR_MORE,
+    **dict.fromkeys(("rescue_after", "rescue_every", "rescue_keep", "rescue_limit"), _ONE_OR_MORE),
+    "rescue_lr_factor": _Range("above 0 and at most 1", lambda value: 0 < value <= 1),
+    "rescue_lr_restore_after": _ZERO_OR_MORE,
+    "autopsy_limit": _ONE_OR_MORE,
     "sample_every_n_steps": _ONE_OR_MORE,
     "sample_every_n_epochs": _ONE_OR_MORE,
 }
@@ -163,8 +191,8 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
     if network.network_module != "networks.lora":
         said = NETWORK_MODULES.get(network.network_module, "there is no such network")
         raise OptionError(
-            f"network_module = {network.network_module}: {said}. Maulstick trains networks.lora; remove network_module "
-            "or set it to that."
+            f"network_module = {network.network_module}: {said}. Remove network_module or set it to networks.lora, and "
+            "choose with network_type what is trained: lora, dora, loha, lokr or oft."
         )
     if network.network_train_unet_only and network.network_train_text_encoder_only:
         raise _contradiction(
@@ -216,24 +244,21 @@ def _unet_rate(options: TrainOptions) -> float:
 
 
 def _text_encoder_rate(options: TrainOptions) -> float:
-    """The learning rate of the text encoder; 0 when it is not trained."""
+    """The highest learning rate of a text encoder; 0 when none is trained."""
     optimizer = options.optimizer
     if options.network.network_train_unet_only:
         return 0.0
-    return optimizer.text_encoder_lr[0] if optimizer.text_encoder_lr else optimizer.learning_rate
+    return highest_text_encoder_rate(optimizer)
 
 
 def _check_rates(options: TrainOptions) -> None:
     network, optimizer = options.network, options.optimizer
-    text_rates = optimizer.text_encoder_lr
-    if text_rates is not None and len(text_rates) > 1:
-        raise OptionError(
-            f"text_encoder_lr has {len(text_rates)} values, but SD 1.x and 2.x have one text encoder. Give one value."
-        )
-    if network.network_train_unet_only and text_rates is not None and any(text_rates):
+    check_text_encoder_rates(optimizer)
+    stated = [*(optimizer.text_encoder_lr or []), optimizer.text_encoder_lr1, optimizer.text_encoder_lr2]
+    if network.network_train_unet_only and any(stated):
         raise _contradiction(
             "network_train_unet_only",
-            f"text_encoder_lr = {text_rates[0]:g}",
+            f"text_encoder_lr = {max(rate for rate in stated if rate):g}",
             "the text encoder is not trained. Remove one.",
         )
     if network.network_train_text_encoder_only and optimizer.unet_lr:
@@ -279,21 +304,6 @@ def _check_data(options: TrainOptions) -> None:
             )
 
 
-def _check_schedule(options: TrainOptions) -> None:
-    schedule = options.schedule
-    if _has_warmup(options) and schedule.lr_scheduler == "constant":
-        raise _contradiction(
-            "lr_scheduler = constant",
-            f"lr_warmup_steps = {schedule.lr_warmup_steps}",
-            "it has no warm-up. Use lr_scheduler = constant_with_warmup, or set lr_warmup_steps to 0.",
-        )
-
-
-def _has_warmup(options: TrainOptions) -> bool:
-    # Any large total tells; the real one is not known before the data is.
-    return parse_steps(options.schedule.lr_warmup_steps, 10**9) > 0
-
-
 def _check_samples(options: TrainOptions) -> None:
     sample = options.sample
     if sample.sample_prompts is None:
@@ -329,15 +339,33 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
             yield from line(set_otherwise("prior_loss_weight"), "without reg_data_dir")
     if {"max_train_steps", "max_train_epochs"} <= set(given):
         yield f"max_train_steps has no effect: max_train_epochs = {run.max_train_epochs} takes its place."
+    for unit in ("steps", "epochs"):
+        if not getattr(run, f"save_every_n_{unit}"):
+            last = set_otherwise(f"save_last_n_{unit}", f"save_last_n_{unit}_state")
+            yield from line(last, f"without save_every_n_{unit}")
+    if not run.save_state:
+        yield from line(set_otherwise("save_last_n_epochs_state", "save_last_n_steps_state"), "without save_state")
+    elif run.save_state_on_train_end:
+        yield "save_state_on_train_end is part of save_state."
+    if run.initial_step is None and run.initial_epoch is None:
+        yield from line(set_otherwise("skip_until_initial_step"), "without initial_step or initial_epoch")
+    elif run.initial_step is not None:
+        yield from line(set_otherwise("initial_epoch"), "with initial_step")
     if run.no_metadata:
         yield from line(set_otherwise("training_comment"), "with no_metadata")
+    if not options.autopsy.autopsy:
+        yield from line(set_otherwise("autopsy_limit"), "with no-autopsy")
+    if not options.rescue.rescue:
+        rescue_numbers = [name for name in vars(options.rescue) if name != "rescue"]
+        yield from line(set_otherwise(*rescue_numbers), "with no-rescue")
+    elif options.rescue.rescue_lr_factor == 1:
+        yield from line(set_otherwise("rescue_lr_restore_after"), "with rescue_lr_factor = 1")
     if sample.sample_prompts is None:
         yield from line(set_otherwise("sample_sampler"), "without sample_prompts")
     elif not (sample.sample_every_n_steps or sample.sample_every_n_epochs or sample.sample_at_first):
         names = ["sample_prompts", *set_otherwise("sample_sampler")]
         yield from line(names, "without sample_every_n_steps, sample_every_n_epochs or sample_at_first")
-    if options.schedule.lr_scheduler == "constant_with_warmup" and not _has_warmup(options):
-        yield "lr_scheduler = constant_with_warmup is the same as constant without lr_warmup_steps."
+    yield from schedule_leftovers(options.schedule, given)
     if network.conv_block_dims is not None:
         yield from line(set_otherwise("conv_dim"), "with conv_block_dims")
     if not (network.block_lr or any(getattr(network, name) is not None for name in PART_WEIGHTS)):
@@ -361,6 +389,6 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
     if options.log.log_with == "wandb":
         yield from line(set_otherwise("logging_dir"), "with log_with = wandb")
     unet_has_rate = optimizer.unet_lr is not None or network.network_train_text_encoder_only
-    text_has_rate = optimizer.text_encoder_lr is not None or network.network_train_unet_only
+    text_has_rate = states_all_text_encoder_rates(optimizer) or network.network_train_unet_only
     if "learning_rate" in given and unet_has_rate and text_has_rate:
         yield "learning_rate has no effect: every part that is trained has a rate of its own."

@@ -21,7 +21,7 @@ from maulstick.options.sd_scripts import (
     unknown_option_error,
 )
 from maulstick.options.sd_scripts_table import SD_SCRIPTS_OPTIONS, SUPPORTED_NETWORK_ARGUMENTS, Renamed
-from maulstick.options.values import convert_toml_value, option_types
+from maulstick.options.values import argument_value, convert_toml_value, option_types
 
 ZERO_MEANS_OFF = frozenset(
     {
@@ -64,10 +64,12 @@ class LoadedOptions:
     config_file: Path | None
 
 
-def load_train_options(arguments: Sequence[str]) -> LoadedOptions:
+def load_train_options(arguments: Sequence[str], *, with_files: bool = True, with_output: bool = True) -> LoadedOptions:
     """Read the options of ``maulstick train``: the command line first, then ``--config_file``, then defaults.
 
     An empty text means "not given": in a file it changes nothing, on the command line it takes back the file's value.
+    Without ``with_files``, model, images and a folder for the results need not be named; without ``with_output``, the
+    folder need not.
 
     Raises:
         OptionError: a name is unknown, a value has the wrong type or is out of range, options contradict each other,
@@ -85,7 +87,9 @@ def load_train_options(arguments: Sequence[str]) -> LoadedOptions:
     options = _built(values)
     remark = judge_options(foreign, flat_values(options))
     given = frozenset(name for name in own if name in values)
-    notices += ([remark] if remark else []) + check_train_options(options, given)
+    notices += ([remark] if remark else []) + check_train_options(
+        options, given, with_files=with_files, with_output=with_output
+    )
     return LoadedOptions(options, notices, given, config_file)
 
 
@@ -97,6 +101,8 @@ OPTION_STYLE = Parameter(name_transform=str, consume_multiple=True, negative=(),
 
 ConfigFile = Annotated[Path | None, Parameter(group=Group("Configuration file", sort_key=(-1,)))]
 Json = Annotated[bool, Parameter(name="json", group=Group("Output", sort_key=(-2,)))]
+NO_DRY_STEP = "--no-dry_step"
+DryStep = Annotated[bool, Parameter(negative=NO_DRY_STEP, group=Group("Output", sort_key=(-2,)))]
 
 
 def options_app(name: str, summary: str, *, with_json: bool = False) -> App:
@@ -131,6 +137,7 @@ def _collect(
 def _collect_with_json(
     *,
     as_json: Json = False,
+    dry_step: DryStep = True,
     config_file: ConfigFile = None,
     options: TrainOptions = TrainOptions(),  # noqa: B008 (frozen)
 ) -> tuple[TrainOptions, Path | None]:
@@ -138,6 +145,7 @@ def _collect_with_json(
 
     Args:
         as_json: Print one JSON object instead of tables.
+        dry_step: Measure time and memory on one step, and encode a few images; nothing is written.
         config_file: TOML file with any of the options below; sections are free. The command line beats it.
     """
     return options, config_file
@@ -233,7 +241,7 @@ def _with_network_arguments(own: dict[str, Given]) -> dict[str, Given]:
             raise OptionError(f"network_args '{text}' ({source.where}): expected key=value, such as conv_dim=4.")
         if key not in SUPPORTED_NETWORK_ARGUMENTS:
             raise unknown_network_argument_error(key, source.where)
-        converted = convert_toml_value(key, value.strip(), f"network_args, {source.where}")
+        converted = convert_toml_value(key, argument_value(key, value.strip()), f"network_args, {source.where}")
         direct = own.get(key)
         if direct is not None and direct.on_command_line == source.on_command_line:
             if direct.value != converted:

@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
-Scheduler = Literal["constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"]
+NetworkType = Literal["lora", "dora", "loha", "lokr", "oft"]
 
 
 @Parameter(name="*", group=Group.create_ordered("Model"))
@@ -38,8 +38,10 @@ class ModelOptions:
 class NetworkOptions:
     network_module: str = "networks.lora"
     """Kind of adapter, as sd-scripts names it; networks.lora is the one there is."""
+    network_type: NetworkType = "lora"
+    """What is trained: lora, dora (a LoRA with lengths), loha, lokr, or oft (turns groups of outputs)."""
     network_dim: int = 4
-    """Rank of the LoRA."""
+    """Rank of the LoRA; of an OFT the largest size of its blocks."""
     network_alpha: float = 1.0
     """LoRA scale numerator: the update is multiplied by network_alpha / network_dim."""
     network_dropout: float | None = None
@@ -78,6 +80,12 @@ class NetworkOptions:
     """Chance (0 to 1) to drop a whole rank channel per image in training."""
     module_dropout: float | None = None
     """Chance (0 to 1) to leave out a whole LoRA module for a step."""
+    factor: int | None = None
+    """LoKr: size of the smaller factor to aim at; without it (or -1) both are as alike as can be."""
+    decompose_both: bool = False
+    """LoKr: make the smaller factor a product of rank network_dim too, where that is smaller."""
+    wd_on_output: bool = False
+    """DoRA: a length for each output instead of each input: for LyCORIS and diffusers, not ComfyUI and the web UI."""
     network_weights: Path | None = None
     """LoRA file to start from."""
     dim_from_weights: bool = False
@@ -146,12 +154,36 @@ class RunOptions:
     """Save a LoRA file every so many epochs."""
     save_every_n_steps: int | None = None
     """Save a LoRA file every so many steps."""
+    save_last_n_epochs: int | None = None
+    """Keep the LoRA files of the last so many saved epochs and remove older ones of this run."""
+    save_last_n_steps: int | None = None
+    """Keep the LoRA files saved within the last so many steps and remove older ones of this run."""
+    save_state: bool = False
+    """Save the whole state too, each time a LoRA file is saved and at the end: what resume goes on from."""
+    save_state_on_train_end: bool = False
+    """Save the whole state at the end, and when the run is stopped."""
+    save_last_n_epochs_state: int | None = None
+    """As save_last_n_epochs, for states; without it save_last_n_epochs counts for them too."""
+    save_last_n_steps_state: int | None = None
+    """As save_last_n_steps, for states; without it save_last_n_steps counts for them too."""
+    resume: str | None = None
+    """State folder to go on from exactly, or auto: the furthest state of output_name in output_dir, if there is one."""
+    initial_epoch: int | None = None
+    """Count from this epoch (1 is the first), as if those before had been trained."""
+    initial_step: int | None = None
+    """Count from this step, as if those before had been trained."""
+    skip_until_initial_step: bool = False
+    """Let the order of the images go on at initial_step too, instead of beginning an epoch."""
     max_train_steps: int = 1600
     """Length of training in steps (updates)."""
     max_train_epochs: int | None = None
     """Length of training in epochs; takes the place of max_train_steps."""
     gradient_accumulation_steps: int = 1
     """Micro-batches per update."""
+    max_skipped_fraction: float = 0.5
+    """Stop the run when more than this share of the last steps (20 to 200 of them) was lost; 1 never stops it."""
+    alarms: Annotated[bool, Parameter(negative="--no-alarms")] = True
+    """Look now and then for weights that do not learn, and for trends that end in an overflow."""
     gradient_checkpointing: bool = False
     """Compute activations twice to save memory."""
     mixed_precision: Precision = "no"
@@ -172,7 +204,11 @@ class OptimizerOptions:
     unet_lr: float | None = None
     """Learning rate of the UNet's LoRA."""
     text_encoder_lr: list[float] | None = None
-    """Learning rate of the text encoder's LoRA."""
+    """Learning rate of the text encoder's LoRA; for SDXL one value for both text encoders, or two."""
+    text_encoder_lr1: float | None = None
+    """Learning rate of the first text encoder's LoRA (of SDXL: CLIP-L) alone."""
+    text_encoder_lr2: float | None = None
+    """Learning rate of the second text encoder's LoRA (of SDXL: OpenCLIP bigG) alone."""
     optimizer_type: str = "AdamW"
     """Optimizer; `maulstick optimizers` lists them."""
     optimizer_args: list[str] = field(default_factory=list)
@@ -184,10 +220,27 @@ class OptimizerOptions:
 @Parameter(name="*", group=Group.create_ordered("Learning-rate schedule"))
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    lr_scheduler: Scheduler = "constant"
-    """Course of the learning rate; cosine_with_restarts has one cycle, polynomial has power 1."""
+    lr_scheduler: str = "constant"
+    """Course of the rate: constant, constant_with_warmup, linear, cosine, cosine_with_restarts, polynomial,
+    inverse_sqrt, cosine_with_min_lr, warmup_stable_decay, piecewise_constant or rex."""
+    lr_scheduler_type: str | None = None
+    """Instead: a class of torch.optim.lr_scheduler, or module.Class, or a function that takes an optimizer."""
+    lr_scheduler_args: list[str] = field(default_factory=list)
+    """Arguments of the schedule as key=value, such as step_rules=1:10,0.1:20,0.01 for piecewise_constant."""
     lr_warmup_steps: str = "0"
-    """Length of the linear warm-up: steps, a fraction below 1 of all steps, or a share such as 10%."""
+    """Length of the warm-up from rate 0: steps, a fraction below 1 of all steps, or a share such as 10%."""
+    lr_warmup_skip_zero: bool = False
+    """Start the warm-up at 1/length instead of 0: an update at rate 0 is lost."""
+    lr_decay_steps: str = "0"
+    """Length of the decay at the end of warmup_stable_decay, given in the same ways."""
+    lr_scheduler_num_cycles: int = 1
+    """Cycles of cosine_with_restarts; half waves of cosine_with_min_lr and warmup_stable_decay."""
+    lr_scheduler_power: float = 1.0
+    """Power of polynomial; 1 is linear, 2 falls fast at first."""
+    lr_scheduler_min_lr_ratio: float | None = None
+    """Lowest rate as a share of the full one: cosine_with_min_lr, warmup_stable_decay, rex."""
+    lr_scheduler_timescale: int | None = None
+    """Time scale of inverse_sqrt in steps; without it the length of the warm-up."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Objective"))
@@ -220,6 +273,34 @@ class GuardOptions:
     """Skip a step at once when its gradient is NaN; on where skip_grad_norm is."""
     skip_inf_immediate: Annotated[bool | None, Parameter(negative="--no-skip_inf_immediate")] = None
     """The same for infinite gradients."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Rescue"))
+@dataclass(frozen=True, kw_only=True)
+class RescueOptions:
+    rescue: Annotated[bool, Parameter(negative="--no-rescue")] = True
+    """Go back to a good state and on from there when the run is lost, instead of ending it."""
+    rescue_after: int = 16
+    """Go back after so many bad steps in a row: skipped, or with a NaN or infinite gradient or loss."""
+    rescue_every: int = 25
+    """Keep the state of the adapter and the optimizer every so many steps, if they are good ones."""
+    rescue_keep: int = 3
+    """Number of states that are kept; the best one is kept besides them."""
+    rescue_lr_factor: float = 0.5
+    """Multiply the learning rate by this when going back; 1 leaves it as it is."""
+    rescue_lr_restore_after: int = 200
+    """Take one such cut back after so many good steps; 0 never does."""
+    rescue_limit: int = 5
+    """Go back at most so many times; then end the run with the best state saved."""
+
+
+@Parameter(name="*", group=Group.create_ordered("Autopsy"))
+@dataclass(frozen=True, kw_only=True)
+class AutopsyOptions:
+    autopsy: Annotated[bool, Parameter(negative="--no-autopsy")] = True
+    """Run a step with a NaN or infinite gradient again, to name the module, the image and the likely cause."""
+    autopsy_limit: int = 3
+    """Number of such reports in a run."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Samples while training"))
@@ -258,8 +339,10 @@ class TrainOptions:
     dataset: DatasetOptions = DatasetOptions()
     run: RunOptions = RunOptions()
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)
-    schedule: ScheduleOptions = ScheduleOptions()
+    schedule: ScheduleOptions = field(default_factory=ScheduleOptions)
     guard: GuardOptions = GuardOptions()
+    rescue: RescueOptions = RescueOptions()
+    autopsy: AutopsyOptions = AutopsyOptions()
     objective: ObjectiveOptions = ObjectiveOptions()
     sample: SampleOptions = SampleOptions()
     log: LogOptions = LogOptions()

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from maulstick.options.schema import GuardOptions
+from maulstick.options.schema import AutopsyOptions, GuardOptions, RescueOptions
+from maulstick.options.text_rates import BY_NUMBER
 
 Default = bool | int | float | str | tuple[()] | None
 """sd-scripts' default. Its type says what follows the name on a command line: a bool nothing, () any number of values,
@@ -64,8 +65,6 @@ _WITH_WANDB = OnlyWith("log_with", ("wandb", "all"), "only used with W&B")
 _WITH_TRACKER = OnlyWith("log_with", ("tensorboard", "wandb", "all"), "only used with log_with")
 _WITH_LOG_FOLDER = OnlyWith("logging_dir", (), "only used with logging_dir")
 _WITH_OFFSET = OnlyWith("noise_offset", (), "only used with noise_offset")
-_WITH_RESTARTS = OnlyWith("lr_scheduler", ("cosine_with_restarts",), "only used with cosine_with_restarts")
-_WITH_POLYNOMIAL = OnlyWith("lr_scheduler", ("polynomial",), "only used with polynomial")
 
 _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
     "tokenizer_cache_dir": NoEffect("the tokenizer files ship with Maulstick"),
@@ -74,7 +73,7 @@ _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
     "mem_eff_attn": NoEffect("PyTorch's own attention is always used", False),
     "lowram": NoEffect("weights are always read on the CPU and moved after", False),
     "highvram": NoEffect("device memory is emptied only where encoders are done", False),
-    "no_half_vae": NoEffect("images whose latents are not finite are encoded again in 32 bit", False),
+    "no_half_vae": NoEffect("SDXL's VAE never runs in fp16; others' overflowing latents are made again in fp32", False),
     "full_fp16": Refused("the LoRA itself always stays in 32 bit; use mixed_precision = fp16", False),
     "full_bf16": Refused("the LoRA itself always stays in 32 bit; use mixed_precision = bf16", False),
     "fp8_base": _later("an 8-bit base model", default=False),
@@ -138,16 +137,6 @@ _DATA: dict[str, NoEffect | Refused | Renamed] = {
 _RUN: dict[str, NoEffect | Refused | Renamed] = {
     "save_model_as": Refused("LoRA files are always safetensors; remove it", "safetensors"),
     "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
-    "save_last_n_epochs": _later("deleting older files (every saved file is kept)", also_off=(0,)),
-    "save_last_n_steps": _later("deleting older files (every saved file is kept)", also_off=(0,)),
-    "save_state": _later("saving and resuming the whole state", default=False),
-    "save_state_on_train_end": _later("saving and resuming the whole state", default=False),
-    "save_last_n_epochs_state": NoEffect("only used with save_state"),
-    "save_last_n_steps_state": NoEffect("only used with save_state"),
-    "resume": _later("resuming from a saved state"),
-    "initial_epoch": _later("starting at a later epoch", also_off=(0, 1)),
-    "initial_step": _later("starting at a later step", also_off=(0,)),
-    "skip_until_initial_step": NoEffect("only used with initial_step or initial_epoch", False),
     "metadata_title": _later("setting this line of the metadata"),
     "metadata_author": _later("setting this line of the metadata"),
     "metadata_description": _later("setting this line of the metadata"),
@@ -178,13 +167,6 @@ _RUN: dict[str, NoEffect | Refused | Renamed] = {
 _OPTIMIZER: dict[str, NoEffect | Refused | Renamed] = {
     "use_8bit_adam": Refused("use optimizer_type = AdamW8bit", False),
     "use_lion_optimizer": Refused("use optimizer_type = Lion", False),
-    "lr_scheduler_type": _later("a schedule given by its class"),
-    "lr_scheduler_args": _later("passing arguments to the schedule", default=()),
-    "lr_scheduler_num_cycles": _later("more than one cycle", default=1, only_with=_WITH_RESTARTS),
-    "lr_scheduler_power": _later("another power than 1", default=1, only_with=_WITH_POLYNOMIAL),
-    "lr_decay_steps": _later("setting the length of the decay", default=0),
-    "lr_scheduler_timescale": NoEffect("only used with lr_scheduler = inverse_sqrt, which is not supported"),
-    "lr_scheduler_min_lr_ratio": _later("a lowest rate above 0"),
 }
 
 _OBJECTIVE: dict[str, NoEffect | Refused | Renamed] = {
@@ -276,23 +258,29 @@ SUPPORTED_NETWORK_ARGUMENTS = (
     *("block_lr", "down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold"),
     *("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"),
     *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"),
+    *("factor", "decompose_both", "wd_on_output"),
 )
 
-_LYCORIS = "belongs to LyCORIS, which is not supported; networks.lora is"
+_LYCORIS = "belongs to LyCORIS and has no counterpart here; remove it"
 
 NETWORK_ARGUMENTS: Mapping[str, str] = {
-    **dict.fromkeys(("algo", "preset", "factor", "use_tucker", "use_cp", "use_scalar", "decompose_both"), _LYCORIS),
-    **dict.fromkeys(("rank_dropout_scale", "train_norm", "constrain", "rescaled", "dora_wd", "block_size"), _LYCORIS),
+    **dict.fromkeys(("use_tucker", "use_cp", "use_scalar", "rank_dropout_scale", "train_norm", "constraint"), _LYCORIS),
+    **dict.fromkeys(("constrain", "rescaled", "block_size", "rs_lora", "unbalanced_factorization"), _LYCORIS),
+    "full_matrix": "a large network_dim (such as 100000) makes both factors of a LoKr whole; use that",
+    "algo": "use network_type = lora, dora, loha, lokr or oft (LyCORIS' diag-oft), without network_module",
+    "preset": "modules are chosen as sd-scripts does, by conv_dim and the numbers by block; remove it",
+    "dora_wd": "use network_type = dora with wd_on_output=True, which is LyCORIS' default",
     "unit": "belongs to networks.dylora, which is not supported; networks.lora is",
     "dropout": "use network_dropout",
 }
 """Keys of ``network_args`` that other networks or later versions have, with what to do about them."""
 
 NETWORK_MODULES: Mapping[str, str] = {
-    "lycoris.kohya": "LyCORIS is not supported",
+    "lycoris.kohya": "its kinds are trained here without LyCORIS, on the modules that sd-scripts trains (LyCORIS' "
+    "preset 'full' also trains conv_in, conv_out and time_embedding, and 3x3 convolutions with network_dim)",
     "networks.lora_fa": "LoRA-FA is not supported",
     "networks.dylora": "DyLoRA is not supported",
-    "networks.oft": "OFT is not supported",
+    "networks.oft": "network_type = oft trains one, in LyCORIS' form",
     "networks.lora_flux": "FLUX models are not supported yet",
     "networks.lora_sd3": "SD3 models are not supported yet",
     "networks.lora_lumina": "Lumina models are not supported",
@@ -300,6 +288,8 @@ NETWORK_MODULES: Mapping[str, str] = {
 """What is to be said about sd-scripts' other network modules."""
 
 _GUARD_OPTIONS = frozenset(option.name for option in fields(GuardOptions))
+_RESCUE_OPTIONS = frozenset(option.name for option in fields(RescueOptions))
+_AUTOPSY_OPTIONS = frozenset(option.name for option in fields(AutopsyOptions))
 DIFFERENCES: Mapping[str, str] = {
     "network_module": "networks.lora is the only one, and the default",
     "network_dim": "default 4, as sd-scripts takes when none is given",
@@ -309,16 +299,26 @@ DIFFERENCES: Mapping[str, str] = {
     "output_name": "default last",
     "optimizer_type": "default AdamW",
     "sample_sampler": "default euler (sd-scripts: ddim)",
-    "lr_scheduler": "the six named in --help",
-    "text_encoder_lr": "one rate: SD 1.x and 2.x have one text encoder",
+    "lr_scheduler": "without adafactor and those that follow the loss; with rex",
+    "lr_warmup_skip_zero": "start the warm-up above 0",
+    "max_skipped_fraction": "stop a run that is mostly skipping",
+    "alarms": "alarms while training",
+    "text_encoder_lr": "one rate for all text encoders, or one for each",
+    **dict.fromkeys(BY_NUMBER, "one value of text_encoder_lr by its number"),
     **dict.fromkeys(SUPPORTED_NETWORK_ARGUMENTS, "in sd-scripts only a key of network_args, which works too"),
+    "network_type": "what is trained; sd-scripts and LyCORIS say it with network_module and algo",
     "block_lr": "all weights by block in one table; sd-scripts has down_lr_weight, mid_lr_weight and up_lr_weight",
     "logging_dir": "may be left out: TensorBoard's files then go into output_dir/logs",
     **dict.fromkeys(_GUARD_OPTIONS, "the gradient guardian"),
+    **dict.fromkeys(_RESCUE_OPTIONS, "going back to a good state when a run is lost"),
+    **dict.fromkeys(_AUTOPSY_OPTIONS, "finding where NaN or infinity came from"),
     "console": "terminal output",
     "config_file": "unknown names in it are errors",
 }
 """Options that Maulstick has too, with another default or a limit."""
 
-MAULSTICK_ONLY = frozenset({"console", *_GUARD_OPTIONS, *SUPPORTED_NETWORK_ARGUMENTS})
+_OTHERS = ("alarms", "console", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", *BY_NUMBER)
+MAULSTICK_ONLY = frozenset(
+    {*_OTHERS, *_GUARD_OPTIONS, *_RESCUE_OPTIONS, *_AUTOPSY_OPTIONS, *SUPPORTED_NETWORK_ARGUMENTS}
+)
 """Options that sd-scripts does not have under this name."""

@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from maulstick.errors import OptionError, nearest_name_hint
 from maulstick.options.schema import TrainOptions
 
-NUMBERS_ACCEPTED_AS_TEXT = frozenset({"resolution", "lr_warmup_steps"})
+NUMBERS_ACCEPTED_AS_TEXT = frozenset({"resolution", "lr_warmup_steps", "lr_decay_steps"})
 LISTS_ACCEPTED_AS_TEXT = frozenset(
     {
         *("down_lr_weight", "mid_lr_weight", "up_lr_weight"),
@@ -61,6 +61,13 @@ def convert_toml_value(name: str, value: Any, where: str) -> Any:
         return _converted(value, option_types()[name])
     except _Unfit as unfit:
         raise OptionError(f"{name} = {_as_toml(value)} ({where}): expected {unfit.expected}.{unfit.hint}") from None
+
+
+def argument_value(name: str, text: str) -> Any:
+    """Return the text of a network argument as TOML would give it: a switch is true or false in any writing."""
+    if option_types()[name] is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    return text
 
 
 class _Unfit(Exception):

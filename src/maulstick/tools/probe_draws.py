@@ -79,7 +79,9 @@ def take_images(prepared: Prepared, count: int, console: RunConsole) -> list[Pro
     states = TextStateCache(family, device="cpu")
     images = [
         ProbeImage(
-            str(item.record.path), latents.latents_for(MicroBatch(0, 0, (item,))), states.states_for([item.caption])
+            str(item.record.path),
+            latents.latents_for(MicroBatch(0, 0, (item,))),
+            {**states.states_for([item.caption]), **family.image_conditioning([item.framing])},
         )
         for item in items
     ]

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from accelerate import Accelerator
@@ -21,11 +21,12 @@ from maulstick.families.base import Family
 from maulstick.guard import GradientGuard, StepOutcome, guarded_step
 from maulstick.options.schema import TrainOptions
 from maulstick.train.console import RunConsole, StepLine
-from maulstick.train.objective import image_losses, make_noisy
+from maulstick.train.objective import NoisyBatch, image_losses, make_noisy
 from maulstick.train.records import RunRecords
+from maulstick.train.rescue import images_in, with_stand_ins
 from maulstick.train.schedule import Factor
 from maulstick.train.seeds import derive_seed
-from maulstick.train.watchers import Watcher, WindowDone
+from maulstick.train.watchers import SeesBothEnds, Watcher, WindowDone
 
 Window = Sequence[tuple[MicroBatch, Tensor]]
 """The micro-batches of one update, each with its latents."""
@@ -53,6 +54,8 @@ class LoopParts:
     console: RunConsole
     records: RunRecords
     save: Callable[[str, int, int], None]
+    save_state: Callable[[str, LoopState], None]
+    save_state_at_end: Callable[[LoopState], None]
     sample: Callable[[str, int], None] | None
     after_update: Callable[[], dict[str, float]]
     stop_requested: Callable[[], str | None]
@@ -69,6 +72,7 @@ class LoopState:
     skipped: int = 0
     skips_in_a_row: int = 0
     stopped_by: str | None = None
+    stop_was_asked_for: bool = False
     recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=100))
 
 
@@ -82,26 +86,40 @@ class TrainingLoop:
     def __init__(self, parts: LoopParts) -> None:
         self.parts = parts
         self.state = LoopState()
+        self.rate_scale = 1.0
+        self.left_out: frozenset[str] = frozenset()
         self.base_rates = [group["lr"] for group in parts.optimizer.param_groups]
 
     def run(self) -> LoopState:
         """Train; return where the run ended."""
         parts, state = self.parts, self.state
         self._set_modes(training=True)
-        if parts.options.sample.sample_at_first:
+        for watcher in parts.watchers:
+            if isinstance(watcher, SeesBothEnds):
+                watcher.before_training(self)
+        if parts.options.sample.sample_at_first and state.step == 0:
             self._sample("first")
         while state.step < parts.total_steps and state.stopped_by is None:
-            for window, images in self.windows(state.epoch):
+            for window, images in self.windows(state.epoch, state.step_in_epoch):
                 self.train_step(window, images)
+                self._stop_where_asked()
                 self._save_and_sample_after_step()
-                state.stopped_by = state.stopped_by or self._agreed_stop()
-                if window[-1][0].number == parts.batches.batches_per_epoch - 1:
-                    state.epoch, state.step_in_epoch = state.epoch + 1, 0
-                    self._save_and_sample_after_epoch()
                 if state.step >= parts.total_steps or state.stopped_by is not None:
                     break
+            if state.step_in_epoch >= self.windows_per_epoch:
+                # A resumed run may begin here: its state was saved after the last window, before the epoch was closed.
+                state.epoch, state.step_in_epoch = state.epoch + 1, 0
+                self._save_and_sample_after_epoch()
+        self.before_last_save()
+        parts.save_state_at_end(state)
         self._set_modes(training=False)
         return state
+
+    def before_last_save(self) -> None:
+        """Let watchers put right what is about to be saved; to be called in training mode."""
+        for watcher in self.parts.watchers:
+            if isinstance(watcher, SeesBothEnds):
+                watcher.after_training(self)
 
     def train_step(self, window: Window, images: float) -> StepOutcome:
         """Train on one window; its losses are divided by ``images``, so that their sum is a mean over images."""
@@ -123,30 +141,59 @@ class TrainingLoop:
         parts = self.parts
         total = torch.zeros((), device=parts.accelerator.device)
         for place, (batch, latents) in enumerate(window):
-            # Reseeding makes every draw of this micro-batch, dropout included, a function of its place in the run.
-            at = (self.state.step, place, parts.accelerator.process_index)
-            torch.manual_seed(derive_seed(parts.seed, "dropout", *at))
-            noise = torch.Generator().manual_seed(derive_seed(parts.seed, "noise", *at))
             with self._gradient_exchange(last=place == len(window) - 1):
-                loss = self.forward(batch, latents, noise).sum() / images
-                if not loss.requires_grad:
-                    # module_dropout left every module out; the gradient is zero, but there must be one.
-                    loss = loss + sum((parameter * 0).sum() for _, parameter in parts.named_parameters)
+                loss = self.micro_batch_loss(batch, latents, images, step=self.state.step, place=place)
                 parts.scaler.scale(loss).backward()
             total += loss.detach()
         return total
 
-    def forward(self, batch: MicroBatch, latents: Tensor, generator: torch.Generator) -> Tensor:
-        """Return the weighted loss of each image of a micro-batch, shape (B,). Noise comes from the generator."""
+    def micro_batch_loss(
+        self,
+        batch: MicroBatch,
+        latents: Tensor,
+        images: float,
+        *,
+        step: int,
+        place: int,
+        only: Sequence[int] | None = None,
+    ) -> Tensor:
+        """Return the sum of a micro-batch's losses over ``images``, with the draws of its place in the run.
+
+        ``only`` leaves all but these samples out; each keeps the noise that it has in the whole micro-batch.
+        """
+        parts = self.parts
+        # Reseeding makes every draw of this micro-batch, dropout included, a function of its place in the run.
+        at = (step, place, parts.accelerator.process_index)
+        torch.manual_seed(derive_seed(parts.seed, "dropout", *at))
+        noise = torch.Generator().manual_seed(derive_seed(parts.seed, "noise", *at))
+        losses = self.forward(batch, latents, noise) if only is None else self.forward(batch, latents, noise, only)
+        loss = losses.sum() / images
+        if not loss.requires_grad:
+            # module_dropout left every module out; the gradient is zero, but there must be one.
+            loss = loss + sum((parameter * 0).sum() for _, parameter in parts.named_parameters)
+        return loss
+
+    def forward(
+        self, batch: MicroBatch, latents: Tensor, generator: torch.Generator, only: Sequence[int] | None = None
+    ) -> Tensor:
+        """Return the weighted loss of each image of a micro-batch, shape (B,). Noise comes from the generator.
+
+        ``only``: of these images alone; noise is drawn for all of them.
+        """
         parts = self.parts
         device = parts.accelerator.device
-        captions = [item.caption for item in batch.items]
         noisy = make_noisy(parts.family, latents.to(device), parts.options.objective, generator)
+        if only is not None:
+            batch = replace(batch, items=tuple(batch.items[place] for place in only))
+            chosen = list(only)
+            noisy = NoisyBatch(noisy.noisy[chosen], noisy.timesteps[chosen], noisy.target[chosen])
+        captions = [item.caption for item in batch.items]
         if parts.text_states is not None:
             text = {"conditioning": parts.text_states.states_for(captions)}
         else:
             text = {"tokens": {name: ids.to(device) for name, ids in parts.family.tokenize(captions).items()}}
-        prediction = parts.trainee(noisy.noisy, noisy.timesteps, **text)
+        about_images = parts.family.image_conditioning([item.framing for item in batch.items])
+        prediction = parts.trainee(noisy.noisy, noisy.timesteps, about_images=about_images, **text)
         weights = torch.tensor([item.loss_weight for item in batch.items], device=device)
         return image_losses(parts.family, prediction, noisy, parts.options.objective, weights)
 
@@ -170,27 +217,40 @@ class TrainingLoop:
         """Put networks and optimizer into the state in which weights are read: saved, or used for images."""
         self._set_modes(training=False)
 
+    def train_mode(self) -> None:
+        """Put networks and optimizer into the state in which they train."""
+        self._set_modes(training=True)
+
     # --- parts of a step ---------------------------------------------------------------------------------------------
 
-    def windows(self, epoch: int) -> Iterator[tuple[Window, float]]:
-        """Yield this process's windows of an epoch, each with the mean number of images per process in it."""
+    @property
+    def windows_per_epoch(self) -> int:
+        """Windows in an epoch; the last one may be shorter."""
+        return -(-self.parts.batches.batches_per_epoch // self.parts.options.run.gradient_accumulation_steps)
+
+    def windows(self, epoch: int, start: int = 0) -> Iterator[tuple[Window, float]]:
+        """Yield this process's windows of an epoch from number ``start`` on.
+
+        Each comes with the mean number of images per process in it.
+        """
         parts = self.parts
         size = parts.options.run.gradient_accumulation_steps
         world = parts.accelerator.num_processes
         others = [BatchSchedule(parts.batches.index, parts.seed, rank=rank, world=world) for rank in range(world)]
         window: list[tuple[MicroBatch, Tensor]] = []
-        for batch, latents in parts.latents.stream(parts.batches, epoch):
-            window.append((batch, latents))
+        for batch, latents in parts.latents.stream(parts.batches, epoch, start * size):
+            window.append(with_stand_ins(batch, latents, self.left_out))
             if len(window) == size or batch.number == parts.batches.batches_per_epoch - 1:
                 if world == 1:
-                    images = sum(len(member.items) for member, _ in window)
+                    images = sum(images_in(member, self.left_out) for member, _ in window)
                 else:
-                    images = sum(len(other.batch(epoch, m.number).items) for other in others for m, _ in window)
-                yield window, images / world
+                    batches = [other.batch(epoch, m.number) for other in others for m, _ in window]
+                    images = sum(images_in(each, self.left_out) for each in batches)
+                yield window, max(images, 1) / world
                 window = []
 
     def _set_learning_rates(self) -> None:
-        factor = self.parts.schedule(self.state.step)
+        factor = self.parts.schedule(self.state.step) * self.rate_scale
         for group, base_rate in zip(self.parts.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = base_rate * factor
 
@@ -203,6 +263,11 @@ class TrainingLoop:
         if self.parts.optimizer_has_modes:
             # Schedule-free optimizers keep two sets of weights; reading and training want different ones.
             (self.parts.optimizer.train if training else self.parts.optimizer.eval)()  # type: ignore[attr-defined]
+
+    def _stop_where_asked(self) -> None:
+        reason = self._agreed_stop()
+        if reason is not None and self.state.stopped_by is None:
+            self.state.stopped_by, self.state.stop_was_asked_for = reason, True
 
     def _agreed_stop(self) -> str | None:
         """Return the reason to stop, once any process has one."""
@@ -223,7 +288,7 @@ class TrainingLoop:
         state.step_in_epoch += 1
         state.skipped += outcome.skipped
         state.skips_in_a_row = state.skips_in_a_row + 1 if outcome.skipped else 0
-        if outcome.verdict.escalate and not outcome.verdict.finite:
+        if outcome.verdict.escalate and not outcome.verdict.finite and not parts.options.rescue.rescue:
             state.stopped_by = (
                 f"the gradient was NaN or infinite in {outcome.verdict.consecutive_skips} steps in a row. The weights "
                 "are those before them; look for bad data, lower the learning rate, or train in bf16"
@@ -268,17 +333,25 @@ class TrainingLoop:
 
     def _save_and_sample_after_step(self) -> None:
         run, sample = self.parts.options.run, self.parts.options.sample
-        if _is_due(self.state.step, run.save_every_n_steps) and self.state.step < self.parts.total_steps:
-            self._save(f"step{self.state.step:08d}")
+        label = f"step{self.state.step:08d}"
+        save = _is_due(self.state.step, run.save_every_n_steps) and self.state.step < self.parts.total_steps
+        if save:
+            self._save(label)
         if _is_due(self.state.step, sample.sample_every_n_steps):
-            self._sample(f"step{self.state.step:08d}")
+            self._sample(label)
+        if save:
+            # Last: schedule-free optimizers change their weights, by rounding, each time they switch modes.
+            self.parts.save_state(label, self.state)
 
     def _save_and_sample_after_epoch(self) -> None:
         run, sample = self.parts.options.run, self.parts.options.sample
-        if _is_due(self.state.epoch, run.save_every_n_epochs) and self.state.step < self.parts.total_steps:
+        save = _is_due(self.state.epoch, run.save_every_n_epochs) and self.state.step < self.parts.total_steps
+        if save:
             self._save(f"{self.state.epoch:06d}")
         if _is_due(self.state.epoch, sample.sample_every_n_epochs):
             self._sample(f"epoch{self.state.epoch:06d}")
+        if save:
+            self.parts.save_state(f"{self.state.epoch:06d}", self.state)
 
     def _save(self, label: str) -> None:
         self._set_modes(training=False)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from maulstick.adapters.targets import LoraTarget
 from maulstick.errors import ModelError
 from maulstick.options.schema import NetworkOptions, OptimizerOptions
+from maulstick.options.text_rates import text_encoder_rates
 
 PLUS_SUFFIX = "_plus"
 """Behind the name of a group that holds up factors with a rate of their own (LoRA+)."""
@@ -32,8 +32,8 @@ class ComponentRates:
     up_ratio: float | None = None
     notes: Sequence[str] = ()
 
-    def group_of(self, target: LoraTarget, role: Literal["down", "up"]) -> tuple[str, float]:
-        """Return the name and learning rate of the parameter group of one factor.
+    def group_of(self, target: LoraTarget, role: str) -> tuple[str, float]:
+        """Return the name and learning rate of the parameter group of one trained tensor (see ``AdapterParameter``).
 
         The name is that of the network, with ``_block{index}`` where weights are given by block (as in sd-scripts) and
         ``_plus`` for up factors under LoRA+.
@@ -64,11 +64,8 @@ class ComponentRates:
 def component_rates(optimizer: OptimizerOptions, text_encoders: Sequence[str]) -> tuple[float, dict[str, float]]:
     """Return the denoiser's learning rate and that of each text encoder."""
     unet = optimizer.learning_rate if optimizer.unet_lr is None else optimizer.unet_lr
-    given = optimizer.text_encoder_lr or []
-    rates = {}
-    for place, name in enumerate(text_encoders):
-        rates[name] = given[min(place, len(given) - 1)] if given else optimizer.learning_rate
-    return unet, rates
+    rates = text_encoder_rates(optimizer, len(text_encoders))
+    return unet, dict(zip(text_encoders, rates, strict=True))
 
 
 def up_ratio(network: NetworkOptions, *, text_encoder: bool) -> float | None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TypeVar, get_args, get_type_hints
@@ -20,7 +18,7 @@ from maulstick.data.captions import possible_captions
 from maulstick.data.findings import Finding
 from maulstick.data.index import Progress
 from maulstick.data.latents import CachedLatents, FreshLatents, LatentSource
-from maulstick.errors import ModelError, OptionError
+from maulstick.errors import OptionError
 from maulstick.guard import GradientGuard
 from maulstick.options.check import guard_config
 from maulstick.options.load import LoadedOptions
@@ -37,30 +35,26 @@ from maulstick.train.plan import plan_lines
 from maulstick.train.precision import gradient_scaler
 from maulstick.train.prepare import Prepared, draw_seed, make_plan, must_use_cpu, prepare
 from maulstick.train.records import RunRecords
+from maulstick.train.result import RunResult
+from maulstick.train.resume import (
+    Start,
+    begin_at,
+    check_same_run,
+    find_start,
+    model_fingerprint,
+    restore,
+    run_facts,
+)
 from maulstick.train.sample import SampleError, draw_samples
-from maulstick.train.schedule import learning_rate_factor
+from maulstick.train.saving import RunSaver, end_label
+from maulstick.train.schedule import learning_rate_factor, schedule_settings
+from maulstick.train.state_folder import read_state
 from maulstick.train.trainee import Trainee
+from maulstick.train.watch_list import build_watchers
 
 Result = TypeVar("Result")
-EXIT_CODES = {"Ctrl-C": 130, "SIGTERM": 143}
 MANY_SKIPS = 3
 SAMPLERS = get_args(get_type_hints(SampleOptions)["sample_sampler"])
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """How a run ended. ``path`` is the last file written, None when nothing had been trained yet."""
-
-    path: Path | None
-    state: LoopState
-    skipped_summary: str
-
-    @property
-    def exit_code(self) -> int:
-        """0 for a finished run, 128 + the signal's number for a stopped one, 1 for one that could not go on."""
-        if self.state.stopped_by is None:
-            return 0
-        return EXIT_CODES.get(self.state.stopped_by, 1)
 
 
 def run_training(loaded: LoadedOptions) -> int:
@@ -95,7 +89,7 @@ class TrainingRun:
         self.records = RunRecords(self.options, self._output_dir(), self.console, writes=writes)
         self.prepared: Prepared | None = None
         self.loop: TrainingLoop | None = None
-        self.output: LoraOutput | None = None
+        self.saver: RunSaver | None = None
         self._prompts: list[Prompt] = []
 
     # --- making ready ------------------------------------------------------------------------------------------------
@@ -115,7 +109,8 @@ class TrainingRun:
             # A misspelt prompt option must not surface after an hour of training.
             self._prompts = read_prompts(self.options.sample.sample_prompts)
             check_prompts(self._prompts, SAMPLERS)
-        seed = broadcast_object_list([draw_seed(self.options)])[0]
+        start = find_start(self.options.run)
+        seed = start.facts.get("seed", broadcast_object_list([draw_seed(self.options)])[0])
         prepared = prepare(
             self.loaded,
             self.console,
@@ -124,19 +119,39 @@ class TrainingRun:
             world=self.accelerator.num_processes,
             seed=seed,
         )
+        notes = self._check_start(start, prepared)
         # Only now is it sure that there will be a run: a misspelt option must not move an earlier log aside.
         guard = GradientGuard(guard_config(self.options)[0])
-        self.records.open(guard)
-        self._announce(prepared)
+        self.records.open(guard, start.facts.get("records"))
+        self._announce(prepared, notes)
         latents = self._latent_source(prepared)
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
-        self.loop = self._build_loop(prepared, latents, guard)
+        self.loop = self.build_loop(prepared, latents, guard)
+        self._go_on_from(start, self.loop)
         self.prepared = prepared
         return prepared
 
-    def _announce(self, prepared: Prepared) -> None:
-        for line in plan_lines(prepared.plan):
+    def _check_start(self, start: Start, prepared: Prepared) -> list[str]:
+        """Refuse a state that belongs to another run; return what the user should know about the start."""
+        if start.found is None:
+            return list(start.notes)
+        now = run_facts(prepared, self.accelerator.num_processes, model_fingerprint(prepared))
+        return [*start.notes, *check_same_run(start.facts, now, prepared)]
+
+    def _go_on_from(self, start: Start, loop: TrainingLoop) -> None:
+        if start.found is not None:
+            restore(loop, read_state(start.found))
+            self._saver().go_on_from(start.facts)
+            self.console.say(
+                f"resume     {start.found.folder}: {loop.state.step} of {loop.parts.total_steps} steps done"
+            )
+            self.records.events.write("resume", folder=start.found.folder, step=loop.state.step)
+        if note := begin_at(loop, self.options.run):
+            self.console.say(f"note       {note}")
+
+    def _announce(self, prepared: Prepared, notes: Sequence[str]) -> None:
+        for line in [*plan_lines(prepared.plan), *(f"note       {note}" for note in notes)]:
             self.console.say(line)
         self.records.events.write(
             "start",
@@ -198,10 +213,11 @@ class TrainingRun:
             self.console.end()
 
     def _report(self, finding: Finding) -> None:
-        self.console.say(f"{finding.severity}: {finding.message}")
+        self.console.say(f"{finding.severity}: {finding.text}")
         self.records.events.write("finding", **finding.as_json())
 
-    def _build_loop(self, prepared: Prepared, latents: LatentSource, guard: GradientGuard) -> TrainingLoop:
+    def build_loop(self, prepared: Prepared, latents: LatentSource, guard: GradientGuard) -> TrainingLoop:
+        """Put the adapter in and build everything that the loop works with; nothing is written."""
         options, family = self.options, prepared.family
         text_trained = any(name in prepared.targets for name in family.text_encoder_naming)
         text_states = None if text_trained else self._text_states(prepared)
@@ -216,7 +232,7 @@ class TrainingRun:
             trainee = self.accelerator.prepare_model(trainee)
         if not latents.needs_vae:
             family.release_encoders(vae=True, text_encoders=False)
-        self.output = LoraOutput(
+        output = LoraOutput(
             options,
             prepared.plan,
             family,
@@ -225,6 +241,7 @@ class TrainingRun:
             dataset_facts(prepared),
             self.records.started_at,
         )
+        self.saver = RunSaver(prepared, output, self.console, self.records, self.accelerator)
         guard.know_names(adapter.named_parameters)
         parts = LoopParts(
             options=options,
@@ -236,11 +253,7 @@ class TrainingRun:
             optimizer=optimizer,
             optimizer_has_modes=callable(getattr(optimizer, "train", None)),
             scaler=gradient_scaler(self.accelerator.device, options.run.mixed_precision),
-            schedule=learning_rate_factor(
-                options.schedule.lr_scheduler,
-                warmup_steps=prepared.plan.warmup_steps,
-                total_steps=prepared.plan.total_steps,
-            ),
+            schedule=learning_rate_factor(schedule_settings(options, prepared.plan.total_steps)),
             batches=prepared.batches,
             latents=latents,
             text_states=text_states,
@@ -248,12 +261,16 @@ class TrainingRun:
             total_steps=prepared.plan.total_steps,
             console=self.console,
             records=self.records,
-            save=self._save_intermediate,
+            save=self.saver.save_intermediate,
+            save_state=self.saver.save_state,
+            save_state_at_end=self.saver.save_state_at_end,
             sample=self._sample if options.sample.sample_prompts is not None else None,
-            after_update=lambda: bound_norms(adapter.networks, options.network.scale_weight_norms),
+            after_update=lambda: bound_norms(adapter, options.network.scale_weight_norms),
             stop_requested=lambda: None,
         )
-        return TrainingLoop(parts)
+        parts.watchers = build_watchers(parts)
+        self.saver.loop = TrainingLoop(parts)
+        return self.saver.loop
 
     def _text_states(self, prepared: Prepared) -> TextStateCache:
         """Frozen text encoders: every caption is encoded once, before training or when it first comes up."""
@@ -281,6 +298,8 @@ class TrainingRun:
         with StopSignals() as signals:
             loop.parts.stop_requested = signals.requested
             self.console.begin("training", loop.parts.total_steps)
+            if loop.state.step:
+                self.console.advance(loop.state.step)
             try:
                 state = loop.run()
                 self.console.end()
@@ -292,8 +311,7 @@ class TrainingRun:
 
     def _finish(self, state: LoopState) -> RunResult:
         summary = self._loop().parts.guard.summary()
-        label = f"interrupted-step{state.step:08d}" if state.stopped_by else None
-        path = self._save(label, state.step, state.epoch)
+        path = self._saver().save(end_label(state), state.step, state.epoch)
         self.console.say(summary)
         if state.stopped_by:
             self.console.say(f"stopped after {state.step} steps: {state.stopped_by}")
@@ -311,43 +329,13 @@ class TrainingRun:
         label = f"interrupted-step{state.step:08d}"
         path = None
         try:
+            self._loop().before_last_save()
             self._loop().read_mode()
-            path = self._save_somehow(label, state)
+            path = self._saver().save_somehow(label, state)
         except Exception as second:
             # Whatever this is, the first error is the one to be seen.
             self.console.say(f"The adapter could not be saved: {second}")
         self.records.close("failed", step=state.step, error=f"{type(error).__name__}: {error}", file=path)
-
-    def _save_somehow(self, label: str, state: LoopState) -> Path | None:
-        """Save in fp32 where the chosen format cannot hold the values, and elsewhere where output_dir has no room."""
-        try:
-            return self._save(label, state.step, state.epoch)
-        except ModelError:
-            return self._save(label, state.step, state.epoch, dtype=torch.float32)
-        except OSError as error:
-            output = self._lora_output()
-            self.console.say(f"output_dir cannot take the LoRA ({error.strerror or error}); saving it elsewhere")
-            output.folder = Path(tempfile.mkdtemp(prefix="maulstick-rescued-"))
-            return self._save(label, state.step, state.epoch)
-
-    def _save(self, label: str | None, step: int, epoch: int, dtype: torch.dtype | None = None) -> Path | None:
-        output = self._lora_output()
-        if not self.accelerator.is_main_process or step == 0:
-            return None
-        path = output.save(label, step=step, epoch=epoch, dtype=dtype)
-        earlier = output.written[path]
-        aside = f" (the earlier file is now {earlier.name})" if earlier else ""
-        self.console.say(f"saved {path}{aside}")
-        self.records.events.write("save", file=path, step=step, earlier_file=earlier)
-        return path
-
-    def _save_intermediate(self, label: str, step: int, epoch: int) -> None:
-        """A disk that is full now may not be at the end: report it and go on."""
-        try:
-            self._save(label, step, epoch)
-        except OSError as error:
-            self.console.say(f"step {step}: the adapter could not be saved ({error}); training goes on")
-            self.records.events.write("save_failed", step=step, error=str(error))
 
     def _sample(self, label: str, step: int) -> None:
         prepared, sample = self.prepared, self.options.sample
@@ -378,8 +366,8 @@ class TrainingRun:
     # --- small things ------------------------------------------------------------------------------------------------
 
     def _may_leave_parameters_unused(self) -> bool:
-        """Dropped modules, and layers behind the one that clip_skip reads, get no gradient in a step."""
-        return bool(self.options.network.module_dropout) or (self.options.model.clip_skip or 1) > 1
+        """Dropped modules, and text layers behind the one that clip_skip or SDXL reads, get no gradient in a step."""
+        return bool(self.options.network.module_dropout) or not self.options.network.network_train_unet_only
 
     def _output_dir(self) -> Path:
         if self.options.run.output_dir is None:
@@ -391,7 +379,7 @@ class TrainingRun:
             raise RuntimeError("prepare() builds the loop")
         return self.loop
 
-    def _lora_output(self) -> LoraOutput:
-        if self.output is None:
-            raise RuntimeError("prepare() builds the output")
-        return self.output
+    def _saver(self) -> RunSaver:
+        if self.saver is None:
+            raise RuntimeError("prepare() builds the saver")
+        return self.saver

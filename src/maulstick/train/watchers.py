@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from maulstick.guard import StepOutcome
@@ -48,3 +48,14 @@ class Watcher(Protocol):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take that back."""
+
+
+@runtime_checkable
+class SeesBothEnds(Protocol):
+    """A watcher that is also called before the first window and before the last save, in training mode."""
+
+    def before_training(self, loop: TrainingLoop) -> None:
+        """Look at what the run begins with; a resumed one has its state already."""
+
+    def after_training(self, loop: TrainingLoop) -> None:
+        """Put right what is about to be saved. After an error it is called on that process alone, perhaps twice."""

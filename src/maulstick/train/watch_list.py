@@ -1,0 +1,27 @@
+"""Which watchers a run has, in the order in which they see each window."""
+
+from __future__ import annotations
+
+from maulstick.train.alarms import AlarmWatcher
+from maulstick.train.autopsy import AutopsyWatcher
+from maulstick.train.loop import LoopParts
+from maulstick.train.rescue import RescueWatcher
+from maulstick.train.skip_budget import SkipBudget
+from maulstick.train.watchers import Watcher
+
+
+def build_watchers(parts: LoopParts) -> list[Watcher]:
+    """Return the watchers that the options ask for.
+
+    The rescue comes last: what is to be seen of a lost state must be seen before another one is in its place.
+    """
+    rescued = parts.options.rescue.rescue
+    budget = SkipBudget(parts.options.run.max_skipped_fraction, parts.total_steps, beside_rescue=rescued)
+    watchers: list[Watcher] = [budget]
+    if parts.options.run.alarms:
+        watchers.append(AlarmWatcher(parts.total_steps))
+    if parts.options.autopsy.autopsy:
+        watchers.append(AutopsyWatcher(parts))
+    if rescued:
+        watchers.append(RescueWatcher(parts, budget.forget))
+    return watchers
