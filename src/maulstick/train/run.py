@@ -60,7 +60,12 @@ SAMPLERS = get_args(get_type_hints(SampleOptions)["sample_sampler"])
 def run_training(loaded: LoadedOptions) -> int:
     """Run ``maulstick train``; return its exit code."""
     run = TrainingRun(loaded)
-    return run.train().exit_code
+    exit_code = run.train().exit_code
+    if run.accelerator.num_processes > 1:
+        # gloo's threads can abort an interpreter that shuts down while they still wait for the others.
+        run.accelerator.wait_for_everyone()
+        run.accelerator.end_training()
+    return exit_code
 
 
 class TrainingRun:
