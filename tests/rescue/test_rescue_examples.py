@@ -23,8 +23,11 @@ def test_the_loop_of_the_documentation(fault, want):
     inputs, targets = torch.randn(5, 6), torch.zeros(5, 2)
     names = {
         **{name: getattr(rescue, name) for name in ("RescueConfig", "Rescuer")},
-        **{"GradientGuard": GradientGuard, "guarded_step": guarded_step},
-        **{"model": toy.model, "optimizer": toy.optimizer, "scaler": torch.amp.GradScaler("cpu")},
+        "GradientGuard": GradientGuard,
+        "guarded_step": guarded_step,
+        "model": toy.model,
+        "optimizer": toy.optimizer,
+        "scaler": torch.amp.GradScaler("cpu"),
         "data": [(inputs if fault is None else inputs * fault, targets)] * 120,
         "loss_fn": torch.nn.functional.mse_loss,
         "schedule": lambda step: 0.01,
