@@ -45,7 +45,10 @@ def _current_umask() -> int:
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename an existing file to ``name.old-N.suffix`` with the first free N; return the new path, if there was one."""
+    """Rename an existing file to ``name.old-N.suffix``, a folder to ``name.old-N``, with the first free N.
+
+    Returns the new path, None where there was nothing.
+    """
     if not path.exists():
         return None
     target = _free_old_name(path)
@@ -61,7 +64,9 @@ def copy_aside(path: Path) -> Path:
 
 
 def _free_old_name(path: Path) -> Path:
+    # A folder has no suffix: what follows a dot in its name is part of a run's name.
+    stem, suffix = (path.name, "") if path.is_dir() else (path.stem, path.suffix)
     number = 1
-    while (target := path.with_name(f"{path.stem}.old-{number}{path.suffix}")).exists():
+    while (target := path.with_name(f"{stem}.old-{number}{suffix}")).exists():
         number += 1
     return target

@@ -150,5 +150,22 @@ def test_a_shorter_run_takes_over_the_last_windows() -> None:
         loop.show(budget, Reason.NAN if number >= 45 else None)
     shorter = SkipBudget(0.5, 100)
     shorter.load_state_dict(budget.state_dict())
-    assert shorter.state_dict() == {"recent": [None] * 5 + ["nan"] * 15}
+    assert shorter.state_dict() == {"recent": [None] * 5 + ["nan"] * 15, "row_was_rescued": False}
     assert loop.show(shorter, None) is not None
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_the_rest_of_a_row_that_was_rescued_does_not_end_the_run(resumed: bool) -> None:
+    """Forty spikes in a short run: back after 16, and the other 24 would be most of the last 20 windows."""
+    loop, budget = FakeLoop(), SkipBudget(0.5, 100, beside_rescue=True)
+    for number in range(40):
+        assert loop.show(budget, Reason.SPIKE) is None
+        if number == 15:
+            budget.forget()
+        if resumed and number == 25:
+            state, budget = budget.state_dict(), SkipBudget(0.5, 100, beside_rescue=True)
+            budget.load_state_dict(state)
+    assert [loop.show(budget, None) for _ in range(30)] == [None] * 30
+    # A new row counts again.
+    assert [loop.show(budget, Reason.SPIKE) for _ in range(11)] == [None] * 11
+    assert loop.show(budget, None) is not None

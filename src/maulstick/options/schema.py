@@ -167,7 +167,7 @@ class RunOptions:
     save_last_n_steps_state: int | None = None
     """As save_last_n_steps, for states; without it save_last_n_steps counts for them too."""
     resume: str | None = None
-    """State folder to go on from exactly, or auto: the furthest state of output_name in output_dir, if there is one."""
+    """State folder to go on from exactly, or auto: the last state of output_name in output_dir, if there is one."""
     initial_epoch: int | None = None
     """Count from this epoch (1 is the first), as if those before had been trained."""
     initial_step: int | None = None

@@ -6,6 +6,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -48,8 +49,8 @@ class RescueWatcher:
 
     def __init__(self, parts: LoopParts, gone_back: Callable[[], None] = lambda: None) -> None:
         self._gone_back = gone_back
-        images = {record.path for dataset in parts.batches.index.datasets for record in dataset.records}
-        self.quarantine = Quarantine(most=max(1, int(LARGEST_SHARE_LEFT_OUT * len(images))))
+        self._names = {str(record.path) for dataset in parts.batches.index.datasets for record in dataset.records}
+        self.quarantine = Quarantine(most=max(1, int(LARGEST_SHARE_LEFT_OUT * len(self._names))))
         self.rescuer = Rescuer(
             rescue_config(parts.options.rescue),
             parts.optimizer,
@@ -161,10 +162,19 @@ class RescueWatcher:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take that back."""
+        """Take that back. Images are found again where the dataset was moved, by folder and file name."""
         self.rescuer.load_state_dict(state["rescuer"])
-        self.quarantine.load_state_dict(state["quarantine"])
-        self._recent = deque((step, list(images)) for step, images in state["recent"])
+        place_of = {Path(name).parts[-2:]: name for name in sorted(self._names)}
+
+        def here(name: str) -> str:
+            return name if name in self._names else place_of.get(Path(name).parts[-2:], name)
+
+        quarantine = dict(state["quarantine"])
+        for part in ("refused", "trained", "images"):
+            quarantine[part] = [here(name) for name in quarantine[part]]
+        quarantine["strikes"] = {here(name): strikes for name, strikes in quarantine["strikes"].items()}
+        self.quarantine.load_state_dict(quarantine)
+        self._recent = deque((step, [here(name) for name in images]) for step, images in state["recent"])
 
 
 class _GuardMemory:

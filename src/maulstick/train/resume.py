@@ -20,9 +20,10 @@ import torch
 from accelerate.utils import gather_object
 
 from maulstick import __version__
+from maulstick.data.records import DatasetIndex
 from maulstick.errors import ModelError, OptionError
 from maulstick.guard.errors import GuardError
-from maulstick.options.schema import RunOptions, TrainOptions
+from maulstick.options.schema import RunOptions
 from maulstick.train.loop import LoopState, TrainingLoop
 from maulstick.train.prepare import Prepared
 from maulstick.train.same_run import (
@@ -76,8 +77,12 @@ def find_start(run: RunOptions) -> Start:
 # ---------------------------------------------------------------------------------------- facts
 
 
-def run_facts(prepared: Prepared, world: int, model: str) -> dict[str, Any]:
-    """Return what a state says about its run; ``model`` is the denoiser's fingerprint."""
+def run_facts(prepared: Prepared, images: DatasetIndex, world: int, model: str) -> dict[str, Any]:
+    """Return what a state says about its run.
+
+    ``images`` are those that were read, before any was left out for its latents; ``model`` is the denoiser's
+    fingerprint.
+    """
     return {
         "maulstick": __version__,
         "torch": torch.__version__,
@@ -86,7 +91,7 @@ def run_facts(prepared: Prepared, world: int, model: str) -> dict[str, Any]:
         "processes": world,
         "family": prepared.family.base_model_version,
         "model": model,
-        "dataset": dataset_facts(prepared.index),
+        "dataset": dataset_facts(images),
         "options": option_values(prepared.options),
     }
 
@@ -164,7 +169,7 @@ def restore(loop: TrainingLoop, state: Mapping[str, Any]) -> None:
         for name, parameter in parameters.items():
             parameter.copy_(saved[name])
     try:
-        parts.optimizer.load_state_dict(state["optimizer"])
+        _restore_optimizer(parts.optimizer, state["optimizer"])
     except (ValueError, KeyError) as error:
         raise OptionError(f"resume: the optimizer's state does not fit ({error}).") from error
     if parts.scaler.is_enabled():
@@ -178,6 +183,18 @@ def restore(loop: TrainingLoop, state: Mapping[str, Any]) -> None:
             watcher.load_state_dict(state["watchers"][watcher.name])
     restore_counters(loop.state, state["counters"])
     _restore_random_state(state["random"][parts.accelerator.process_index])
+
+
+def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Load the state, each tensor in the number format it was saved in: torch alone takes the parameter's."""
+    optimizer.load_state_dict(dict(saved))
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for place, values in saved["state"].items():
+        live = optimizer.state[parameters[place]] if isinstance(place, int) else {}
+        for key, value in values.items():
+            now = live.get(key)
+            if isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor) and now.dtype != value.dtype:
+                live[key] = value.to(now.device, copy=True)
 
 
 def counters(state: LoopState) -> dict[str, Any]:
@@ -222,8 +239,11 @@ def saved_at() -> float:
 # ---------------------------------------------------------------------------------------- initial_step
 
 
-def begin_at(loop: TrainingLoop, run: RunOptions) -> str | None:
+def begin_at(loop: TrainingLoop, run: RunOptions, *, resumed: bool = False) -> str | None:
     """Set the counters to ``initial_step`` or ``initial_epoch``; return a line for the user, None without them.
+
+    Where ``resume = auto`` has found a state (``resumed``), its counters stay: the same command, given again after a
+    crash, would otherwise begin at that step every time. With a folder named, they are set as in sd-scripts.
 
     With ``skip_until_initial_step`` the data goes on there as well, as if the steps before had been made; without it
     the data begins with the first image of an epoch, as in sd-scripts. The learning rate follows the counter.
@@ -233,6 +253,8 @@ def begin_at(loop: TrainingLoop, run: RunOptions) -> str | None:
     """
     if run.initial_step is None and run.initial_epoch is None:
         return None
+    if resumed and run.resume == AUTO:
+        return "initial_step and initial_epoch are not used: training goes on from a state"
     per_epoch = loop.windows_per_epoch
     step = run.initial_step if run.initial_step is not None else (int(run.initial_epoch or 1) - 1) * per_epoch
     name = "initial_step" if run.initial_step is not None else f"initial_epoch = {run.initial_epoch}: step"
@@ -241,8 +263,3 @@ def begin_at(loop: TrainingLoop, run: RunOptions) -> str | None:
     loop.state.step, loop.state.epoch = step, step // per_epoch
     loop.state.step_in_epoch = step % per_epoch if run.skip_until_initial_step else 0
     return f"training begins at step {step}, in epoch {loop.state.epoch + 1}; the learning rate is that of this step"
-
-
-def begins_late(options: TrainOptions) -> bool:
-    """Return whether ``initial_step`` or ``initial_epoch`` moves the beginning."""
-    return options.run.initial_step is not None or options.run.initial_epoch is not None

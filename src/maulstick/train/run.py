@@ -124,7 +124,7 @@ class TrainingRun:
             world=self.accelerator.num_processes,
             seed=seed,
         )
-        notes = self._check_start(start, prepared)
+        notes, images = self._check_start(start, prepared), prepared.index
         # Only now is it sure that there will be a run: a misspelt option must not move an earlier log aside.
         guard = GradientGuard(guard_config(self.options)[0])
         self.records.open(guard, start.facts.get("records"))
@@ -133,6 +133,7 @@ class TrainingRun:
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
         self.loop = self.build_loop(prepared, latents, guard)
+        self._saver().images = images
         self._go_on_from(start, self.loop)
         self.prepared = prepared
         return prepared
@@ -141,7 +142,7 @@ class TrainingRun:
         """Refuse a state that belongs to another run; return what the user should know about the start."""
         if start.found is None:
             return list(start.notes)
-        now = run_facts(prepared, self.accelerator.num_processes, model_fingerprint(prepared))
+        now = run_facts(prepared, prepared.index, self.accelerator.num_processes, model_fingerprint(prepared))
         return [*start.notes, *check_same_run(start.facts, now, prepared)]
 
     def _go_on_from(self, start: Start, loop: TrainingLoop) -> None:
@@ -152,7 +153,7 @@ class TrainingRun:
                 f"resume     {start.found.folder}: {loop.state.step} of {loop.parts.total_steps} steps done"
             )
             self.records.events.write("resume", folder=start.found.folder, step=loop.state.step)
-        if note := begin_at(loop, self.options.run):
+        if note := begin_at(loop, self.options.run, resumed=start.found is not None):
             self.console.say(f"note       {note}")
 
     def _announce(self, prepared: Prepared, notes: Sequence[str]) -> None:

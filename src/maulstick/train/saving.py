@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 
+from maulstick.data.records import DatasetIndex
 from maulstick.errors import ModelError
 from maulstick.options.schema import RunOptions
 from maulstick.train.console import RunConsole
@@ -39,6 +40,8 @@ class RunSaver:
     records: RunRecords
     accelerator: Accelerator
     loop: TrainingLoop | None = None
+    images: DatasetIndex | None = None
+    """The images that were read, where some were left out since: a resumed run reads and leaves out the same."""
     files: Saved = field(default_factory=lambda: {"step": {}, "epoch": {}})
     states: Saved = field(default_factory=lambda: {"step": {}, "epoch": {}})
     _facts: dict[str, Any] | None = None
@@ -90,8 +93,8 @@ class RunSaver:
     # --- the state ---------------------------------------------------------------------------------------------------
 
     def save_state(self, label: str, state: LoopState) -> None:
-        """Save the state beside an intermediate LoRA file, where ``save_state`` asks for it."""
-        if not self._run.save_state:
+        """Save the state beside an intermediate LoRA file where ``save_state`` asks for it; not of a run gone wrong."""
+        if not self._run.save_state or not _may_go_on(state):
             return
         kind, number = _kind(label, state.step, state.epoch)
         others = self.states[kind]
@@ -104,7 +107,7 @@ class RunSaver:
     def save_state_at_end(self, state: LoopState) -> None:
         """Save the state at the end of training, and where the user stopped it; not of a run that went wrong."""
         wanted = self._run.save_state or self._run.save_state_on_train_end
-        if wanted and state.step and (state.stopped_by is None or state.stop_was_asked_for):
+        if wanted and state.step and _may_go_on(state):
             self._write_state(end_label(state), state)
 
     def _write_state(self, label: str | None, state: LoopState) -> bool:
@@ -113,6 +116,10 @@ class RunSaver:
             raise RuntimeError("the run sets the loop")
         captured = capture(self.loop)
         if not self.accelerator.is_main_process:
+            return False
+        if not all(torch.isfinite(tensor).all() for tensor in captured["parameters"].values()):
+            self.console.say(f"step {state.step}: no state is saved, the weights hold NaN or infinite values")
+            self.records.events.write("save_state_failed", step=state.step, error="weights are not finite")
             return False
         folder = self._folder(label)
         facts = {
@@ -143,7 +150,8 @@ class RunSaver:
         """The model does not change while it trains, so its fingerprint is taken once."""
         if self._facts is None:
             model = model_fingerprint(self.prepared)
-            self._facts = run_facts(self.prepared, self.accelerator.num_processes, model)
+            images = self.prepared.index if self.images is None else self.images
+            self._facts = run_facts(self.prepared, images, self.accelerator.num_processes, model)
         return self._facts
 
     def go_on_from(self, facts: Mapping[str, Any]) -> None:
@@ -164,7 +172,11 @@ class RunSaver:
         run = self._run
         last = run.save_last_n_steps if kind == "step" else run.save_last_n_epochs
         for path in _take_out_older(self.files[kind], oldest_kept(kind, number, last, run.save_every_n_epochs or 1)):
-            path.unlink(missing_ok=True)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                self._cannot_remove(path, error)
+                continue
             self.records.events.write("remove", file=path)
 
     def _remove_older_states(self, kind: Kind, number: int) -> None:
@@ -174,9 +186,24 @@ class RunSaver:
         else:
             last = run.save_last_n_epochs_state or run.save_last_n_epochs
         for folder in _take_out_older(self.states[kind], oldest_kept(kind, number, last, run.save_every_n_epochs or 1)):
-            if folder.is_dir():
+            if not folder.is_dir():
+                continue
+            try:
                 remove_state(folder)
-                self.records.events.write("remove", folder=folder)
+            except OSError as error:
+                self._cannot_remove(folder, error)
+                continue
+            self.records.events.write("remove", folder=folder)
+
+    def _cannot_remove(self, path: Path, error: OSError) -> None:
+        """A file that another program holds open must not end the run."""
+        self.console.say(f"{path} could not be removed ({error.strerror or error}); it stays, and training goes on")
+        self.records.events.write("remove_failed", file=path, error=str(error))
+
+
+def _may_go_on(state: LoopState) -> bool:
+    """Whether a run that goes on from here does not meet at once what has ended this one."""
+    return state.stopped_by is None or state.stop_was_asked_for
 
 
 def end_label(state: LoopState) -> str | None:

@@ -49,11 +49,16 @@ class SkipBudget:
         self.beside_rescue = beside_rescue
         self.max_skipped_fraction = max_skipped_fraction
         self._recent: deque[Reason | None] = deque(maxlen=windows_judged(total_steps))
+        self._row_was_rescued = False
 
     def after_window(self, loop: TrainingLoop, done: WindowDone) -> None:
         """Count the window; set ``stopped_by`` when too many of the last ones were lost."""
         recent = self._recent
-        recent.append(_why_lost(done))
+        why = _why_lost(done)
+        if self._row_was_rescued and why is not None:
+            return
+        self._row_was_rescued = False
+        recent.append(why)
         if len(recent) < (recent.maxlen or 0) or (self.beside_rescue and recent[-1] is not None):
             return
         lost = Counter(reason for reason in recent if reason is not None)
@@ -65,8 +70,9 @@ class SkipBudget:
         recent.clear()
 
     def forget(self) -> None:
-        """Begin a new count: the windows so far belong to weights that are gone."""
+        """Begin a new count: the windows so far belong to weights that are gone, and so does the rest of their row."""
         self._recent.clear()
+        self._row_was_rescued = True
 
     def _sentence(self, lost: Counter[Reason], windows: int) -> str:
         by_count = sorted(lost.items(), key=lambda item: (-item[1], item[0]))
@@ -78,12 +84,14 @@ class SkipBudget:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the windows that count, oldest first: the reason of each lost one, None for the others."""
-        return {"recent": [None if reason is None else str(reason) for reason in self._recent]}
+        recent = [None if reason is None else str(reason) for reason in self._recent]
+        return {"recent": recent, "row_was_rescued": self._row_was_rescued}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take that back; where fewer windows are judged now, the last ones count."""
         self._recent.clear()
         self._recent.extend(None if reason is None else Reason(reason) for reason in state["recent"])
+        self._row_was_rescued = bool(state.get("row_was_rescued", False))
 
 
 def _why_lost(done: WindowDone) -> Reason | None:

@@ -126,7 +126,10 @@ def _name_pattern(output_name: str) -> re.Pattern[str]:
 
 
 def find_latest(output_dir: Path, output_name: str) -> tuple[FoundState | None, list[str]]:
-    """Return the state of the run ``output_name`` that is furthest, and a line for each folder that is not usable."""
+    """Return the last saved state of ``output_name``, and a line for each folder that is not usable.
+
+    The last saved, not the furthest: that may be the end of an earlier run under the same name.
+    """
     notes: list[str] = []
     candidates: list[FoundState] = []
     pattern = _name_pattern(output_name)
@@ -136,15 +139,15 @@ def find_latest(output_dir: Path, output_name: str) -> tuple[FoundState | None, 
                 candidates.append(FoundState(folder, read_facts(folder)))
             except ModelError as error:
                 notes.append(f"{error} It is left out.")
-    for found in sorted(candidates, key=_progress, reverse=True):
+    for found in sorted(candidates, key=_when_saved, reverse=True):
         if file_hash(found.folder / STATE_FILE) == found.facts["sha256"]:
             return found, notes
         notes.append(f"resume: {found.folder / STATE_FILE} is damaged (wrong checksum). It is left out.")
     return None, notes
 
 
-def _progress(found: FoundState) -> tuple[int, float]:
-    return int(found.facts["step"]), float(found.facts["saved_at"])
+def _when_saved(found: FoundState) -> tuple[float, int]:
+    return float(found.facts["saved_at"]), int(found.facts["step"])
 
 
 def remove_state(folder: Path) -> None:
