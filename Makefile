@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # One thread per test process: the models are tiny, and two processes of one thread beat one of two.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install quickstart test test-slow lint format bench clean
+.PHONY: install quickstart test test-slow test-long lint format bench clean
 
 install: $(INSTALLED)
 
@@ -20,10 +20,14 @@ quickstart: $(INSTALLED)
 	$(BIN)/maulstick quickstart --output_dir quickstart-output
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not long"
 
 test-slow: $(INSTALLED)
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not long"
+
+# Ten minutes of faults planted into the real trainer, with a table of what came of them.
+test-long: $(INSTALLED)
+	$(PYTEST) -m long
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

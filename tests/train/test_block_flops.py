@@ -47,6 +47,7 @@ def operations(make_run):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_a_step_costs_no_more_than_the_shares_of_the_blocks_allow(operations, shares, checkpointing):
     """One forward pass, and one (checkpointed: two) more of what lies behind the first trained block."""

@@ -25,6 +25,8 @@ from maulstick.tools.lora_choice import LoraChoice
 from maulstick.train.plan import plan_lines
 from tests.models import TEXT_WIDTH, model_folder
 
+pytestmark = pytest.mark.slow
+
 # Arguments, how inspect calls the file, ss_network_module, part of ss_network_args.
 LYCORIS = "lycoris.kohya"
 SHORT = ("--max_train_steps", "2")

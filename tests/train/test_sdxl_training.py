@@ -32,6 +32,8 @@ from maulstick.train.run import TrainingRun
 from tests.models import scheduler_config
 from tests.sdxl_models import sdxl_folder
 
+pytestmark = pytest.mark.slow
+
 UNET_ONLY = ("--network_train_unet_only",)
 # Two blocks: as good as all where the question is another one, and ten times as fast.
 FEW_MODULES = ("--block_lr", "up.4-5=1", "other=0")
