@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -134,9 +135,7 @@ def test_two_processes_go_on_as_they_were(images: Path, tmp_path: Path):
         usual += ("--output_dir", str(tmp_path / output), "--resolution", "64", "--seed", "1", "--console", "plain")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
         with (tmp_path / "output.txt").open("ab") as text:
-            return subprocess.Popen(
-                [*command, *usual, *ARGUMENTS], env=environment, stdout=text, stderr=text, start_new_session=True
-            )
+            return subprocess.Popen([*command, *usual, *ARGUMENTS], env=environment, stdout=text, stderr=text)
 
     def finish(output: str) -> None:
         assert start(output).wait(timeout=300) == 0, (tmp_path / "output.txt").read_text()[-3000:]
@@ -149,8 +148,14 @@ def test_two_processes_go_on_as_they_were(images: Path, tmp_path: Path):
         if log.exists() and sum(event["event"] == "step" for event in read_events(log)) >= 3:
             break
         time.sleep(0.05)
-    os.killpg(killed.pid, signal.SIGKILL)
+    # torchrun's workers are in sessions of their own: killing its group would let them train to the end.
+    launcher = psutil.Process(killed.pid)
+    workers = launcher.children(recursive=True)
+    assert len(workers) >= 2
+    for process in [launcher, *workers]:
+        process.kill()
     killed.wait()
+    psutil.wait_procs(workers, timeout=30)
     assert not (tmp_path / "killed" / "last.safetensors").exists()
     finish("killed")
     resumed = [event["step"] for event in read_events(log) if event["event"] == "resume"]
