@@ -45,6 +45,8 @@ def arguments(model: Path, images: Path, output: Path, batch_size: int, steps: i
         *("--network_alpha", str(RANK)),
         *("--seed", "0"),
         "--network_train_unet_only",
+        # Its snapshots are taken between steps that are timed one by one; the watchers' cost has figures of its own.
+        "--no-rescue",
         "--cache_latents",
         "--cache_text_encoder_outputs",
         *("--console", "quiet"),
