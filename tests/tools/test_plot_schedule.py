@@ -10,7 +10,8 @@ import pytest
 from PIL import Image
 
 from maulstick.cli import main
-from maulstick.tools.line_chart import COLOURS, Curve, draw_curves, nice_step
+from maulstick.tools.chart_canvas import nice_step
+from maulstick.tools.line_chart import COLOURS, Curve, draw_curves
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "linear_schedule.toml"
 LINEAR = ["--lr_scheduler", "linear", "--lr_warmup_steps", "10%", "--max_train_steps", "20000"]

@@ -13,7 +13,7 @@ from maulstick.adapters.block_table import read_block_table
 from maulstick.adapters.block_weights import numbered_blocks
 from maulstick.adapters.lora import inject_lora, lora_parameters
 from maulstick.adapters.targets import LoraTarget
-from maulstick.tools.probe_chart import nice_step
+from maulstick.tools.chart_canvas import nice_step
 from maulstick.tools.probe_measure import GradientFacts, Trial, _to_weight_gradient, paired_change, statistics
 from maulstick.tools.probe_report import block_lr_entries, ranks, suggested_weights
 

@@ -8,17 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
-
 from maulstick.files_io import atomic_write
+from maulstick.tools.chart_canvas import FAINT, GRID, INK, Canvas, nice_step
 from maulstick.tools.inspect_lora import FileFacts
 
-_BACKGROUND, _INK, _FAINT, _GRID = "#ffffff", "#1f2328", "#8a929b", "#e3e6ea"
 _SLOT, _BAR_SHARE = 38, 0.62
 _PANEL_HEIGHT, _TITLE_HEIGHT, _LABEL_HEIGHT, _GAP = 210, 74, 26, 46
 _LEFT, _RIGHT = 76, 28
-_SCALE = 2
-_TICKS = 4
 
 
 @dataclass(frozen=True)
@@ -53,56 +49,29 @@ def draw_bars(title: str, subtitle: str, labels: Sequence[str], panels: Sequence
     text_width = max(len(title) * 11, len(subtitle) * 8) + _LEFT
     width = max(_LEFT + _SLOT * len(labels) + _RIGHT, text_width, 420)
     height = _TITLE_HEIGHT + len(panels) * (_PANEL_HEIGHT + _LABEL_HEIGHT + _GAP)
-    image = Image.new("RGB", (width * _SCALE, height * _SCALE), _BACKGROUND)
-    canvas = _Canvas(ImageDraw.Draw(image))
+    canvas = Canvas(width, height)
     canvas.text(_LEFT - 52, 14, title, size=18)
-    canvas.text(_LEFT - 52, 40, subtitle, size=13, colour=_FAINT)
+    canvas.text(_LEFT - 52, 40, subtitle, size=13, colour=FAINT)
     for place, panel in enumerate(panels):
         top = _TITLE_HEIGHT + place * (_PANEL_HEIGHT + _LABEL_HEIGHT + _GAP) + 24
         _draw_panel(canvas, panel, labels, top, width)
     content = io.BytesIO()
-    image.save(content, "PNG", optimize=True)
+    canvas.finished().save(content, "PNG", optimize=True)
     atomic_write(path, content.getvalue())
 
 
-class _Canvas:
-    """Drawing in points, at twice as many pixels."""
-
-    def __init__(self, draw: ImageDraw.ImageDraw) -> None:
-        self._draw = draw
-
-    def text(self, x: float, y: float, text: str, *, size: int, colour: str = _INK, anchor: str = "la") -> None:
-        font = ImageFont.load_default(size * _SCALE)
-        self._draw.text((x * _SCALE, y * _SCALE), text, fill=colour, font=font, anchor=anchor)
-
-    def line(self, x0: float, y0: float, x1: float, y1: float, colour: str) -> None:
-        self._draw.line([x0 * _SCALE, y0 * _SCALE, x1 * _SCALE, y1 * _SCALE], fill=colour, width=_SCALE)
-
-    def box(self, x0: float, y0: float, x1: float, y1: float, colour: str) -> None:
-        self._draw.rectangle([x0 * _SCALE, y0 * _SCALE, x1 * _SCALE, y1 * _SCALE], fill=colour)
-
-
-def _draw_panel(canvas: _Canvas, panel: Panel, labels: Sequence[str], top: float, width: float) -> None:
+def _draw_panel(canvas: Canvas, panel: Panel, labels: Sequence[str], top: float, width: float) -> None:
     bottom = top + _PANEL_HEIGHT
     canvas.text(_LEFT - 52, top - 26, panel.title, size=13)
-    step = _nice_step(max((value or 0.0 for value in panel.values), default=0.0))
+    step = nice_step(max((value or 0.0 for value in panel.values), default=0.0))
     ceiling = step * max(1, math.ceil(max((value or 0.0 for value in panel.values), default=0.0) / step - 1e-9))
     for tick in range(round(ceiling / step) + 1):
         y = bottom - tick * step / ceiling * _PANEL_HEIGHT
-        canvas.line(_LEFT, y, width - _RIGHT, y, _INK if tick == 0 else _GRID)
-        canvas.text(_LEFT - 8, y, f"{tick * step:g}", size=12, colour=_FAINT, anchor="rm")
+        canvas.line([(_LEFT, y), (width - _RIGHT, y)], INK if tick == 0 else GRID)
+        canvas.text(_LEFT - 8, y, f"{tick * step:g}", size=12, colour=FAINT, anchor="rm")
     for place, (label, value) in enumerate(zip(labels, panel.values, strict=True)):
         centre = _LEFT + _SLOT * (place + 0.5)
         if value:
             half = _SLOT * _BAR_SHARE / 2
             canvas.box(centre - half, bottom - value / ceiling * _PANEL_HEIGHT, centre + half, bottom - 1, panel.colour)
-        canvas.text(centre, bottom + 7, label, size=10, colour=_INK if value else _FAINT, anchor="ma")
-
-
-def _nice_step(largest: float) -> float:
-    """A step of 1, 2 or 5 times a power of ten that gives about four ticks."""
-    if not largest > 0:
-        return 1.0
-    rough = largest / _TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+        canvas.text(centre, bottom + 7, label, size=10, colour=INK if value else FAINT, anchor="ma")

@@ -8,16 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from PIL import Image, ImageDraw, ImageFont
-
 from maulstick.files_io import atomic_write
+from maulstick.tools.chart_canvas import GRID, INK, SCALE, Canvas, nice_step
 
-BACKGROUND, INK, FAINT, GRID = "#ffffff", "#1f2328", "#6b737c", "#e3e6ea"
+FAINT = "#6b737c"
 COLOURS = ("#3b6fb6", "#c0672b", "#3d8b5f", "#8b4fa8", "#b23a5b", "#7a7a1f")
 WIDTH, HEIGHT = 900, 440
 LEFT, RIGHT, TOP, BOTTOM = 84, 28, 122, 52
 MARK_HEIGHT = 16
-SCALE, SMOOTHING = 2, 2
+SMOOTHING = 2
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,7 @@ def draw_curves(
     values = [[curve.value(step) for step in at] for curve in curves]
     step_size = nice_step(max((max(line) for line in values), default=0.0), 5)
     ceiling = step_size * max(1, math.ceil(max(max(line) for line in values) / step_size - 1e-9))
-    canvas = _Canvas(WIDTH, HEIGHT)
+    canvas = Canvas(WIDTH, HEIGHT, smoothing=SMOOTHING)
 
     def x(step: float) -> float:
         return LEFT + (WIDTH - LEFT - RIGHT) * step / steps
@@ -64,7 +63,7 @@ def draw_curves(
     for place, mark in enumerate(marks):
         # Neighbours write one above the other, and those near the right edge to their left.
         top = TOP - 8 - MARK_HEIGHT * (1 + place % 2)
-        canvas.dotted(x(mark.step), top, HEIGHT - BOTTOM, FAINT)
+        _dotted(canvas, x(mark.step), top, HEIGHT - BOTTOM)
         anchor, shift = ("ra", -5) if mark.step > 0.7 * steps else ("la", 5)
         canvas.text(x(mark.step) + shift, top, mark.text, size=12, colour=FAINT, anchor=anchor)
     for place, line in enumerate(values):
@@ -83,7 +82,7 @@ def _sampled_steps(steps: int) -> list[int]:
     return sorted({*range(0, steps, stride), max(0, steps - 1)})
 
 
-def _draw_legend(canvas: _Canvas, names: Sequence[str]) -> None:
+def _draw_legend(canvas: Canvas, names: Sequence[str]) -> None:
     x = float(LEFT - 60)
     for place, name in enumerate(names):
         canvas.line([(x, 70), (x + 18, 70)], COLOURS[place % len(COLOURS)], width=3)
@@ -91,42 +90,6 @@ def _draw_legend(canvas: _Canvas, names: Sequence[str]) -> None:
         x += 24 + canvas.width_of(name, 13) + 22
 
 
-def nice_step(largest: float, ticks: int) -> float:
-    """Return a step of 1, 2 or 5 times a power of ten that gives about so many ticks."""
-    if not largest > 0:
-        return 1.0
-    rough = largest / ticks
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
-
-
-class _Canvas:
-    """Drawing in points; the picture has ``SCALE`` pixels a point, and lines are smoothed."""
-
-    def __init__(self, width: int, height: int) -> None:
-        self._zoom = SCALE * SMOOTHING
-        self._image = Image.new("RGB", (width * self._zoom, height * self._zoom), BACKGROUND)
-        self._draw = ImageDraw.Draw(self._image)
-
-    def text(self, x: float, y: float, text: str, *, size: int, colour: str = INK, anchor: str = "la") -> None:
-        font = ImageFont.load_default(size * self._zoom)
-        self._draw.text((x * self._zoom, y * self._zoom), text, fill=colour, font=font, anchor=anchor)
-
-    def width_of(self, text: str, size: int) -> float:
-        return ImageFont.load_default(size * self._zoom).getlength(text) / self._zoom
-
-    def line(self, points: Sequence[tuple[float, float]], colour: str, *, width: float = 1) -> None:
-        pixels = [(x * self._zoom, y * self._zoom) for x, y in points]
-        if len(pixels) == 1:
-            pixels = [
-                (pixels[0][0] - width * self._zoom, pixels[0][1]),
-                (pixels[0][0] + width * self._zoom, pixels[0][1]),
-            ]
-        self._draw.line(pixels, fill=colour, width=round(width * self._zoom), joint="curve")
-
-    def dotted(self, x: float, top: float, bottom: float, colour: str) -> None:
-        for start in range(round(top), round(bottom), 7):
-            self.line([(x, start), (x, min(bottom, start + 3))], colour)
-
-    def finished(self) -> Image.Image:
-        return self._image.reduce(SMOOTHING)
+def _dotted(canvas: Canvas, x: float, top: float, bottom: float) -> None:
+    for start in range(round(top), round(bottom), 7):
+        canvas.line([(x, start), (x, min(bottom, start + 3))], FAINT)

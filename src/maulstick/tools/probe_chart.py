@@ -7,16 +7,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from PIL import Image, ImageDraw, ImageFont
-
+from maulstick.tools.chart_canvas import FAINT, GRID, INK, Canvas, nice_step
 from maulstick.tools.probe_report import ProbeReport
 
-_BACKGROUND, _INK, _FAINT, _GRID = "#ffffff", "#1f2328", "#8a929b", "#e3e6ea"
-_SCALE = 2
 _LEFT, _RIGHT, _GAP = 84, 28, 34
 _PANEL, _ROW, _BAR = 220, 20, 13
 _TOP, _BOTTOM = 104, 66
-_TICKS = 4
 
 
 @dataclass(frozen=True)
@@ -57,21 +53,20 @@ def draw_rows(title: str, subtitle: str, caution: str, labels: Sequence[str], co
     """Return a PNG with columns of horizontal bars over the same rows."""
     width = _LEFT + len(columns) * (_PANEL + _GAP) - _GAP + _RIGHT
     height = _TOP + len(labels) * _ROW + _BOTTOM
-    image = Image.new("RGB", (width * _SCALE, height * _SCALE), _BACKGROUND)
-    canvas = _Canvas(ImageDraw.Draw(image))
+    canvas = Canvas(width, height)
     canvas.text(24, 14, title, size=18)
-    canvas.text(24, 42, subtitle, size=13, colour=_FAINT)
-    canvas.text(24, height - 26, caution, size=12, colour=_FAINT)
+    canvas.text(24, 42, subtitle, size=13, colour=FAINT)
+    canvas.text(24, height - 26, caution, size=12, colour=FAINT)
     for place, label in enumerate(labels):
         canvas.text(_LEFT - 10, _TOP + (place + 0.5) * _ROW, label, size=11, anchor="rm")
     for place, column in enumerate(columns):
         _draw_column(canvas, column, _LEFT + place * (_PANEL + _GAP), len(labels))
     content = io.BytesIO()
-    image.save(content, "PNG", optimize=True)
+    canvas.finished().save(content, "PNG", optimize=True)
     return content.getvalue()
 
 
-def _draw_column(canvas: _Canvas, column: Bars, left: float, rows: int) -> None:
+def _draw_column(canvas: Canvas, column: Bars, left: float, rows: int) -> None:
     errors = column.errors or [0.0] * rows
     known = [(value, error) for value, error in zip(column.values, errors, strict=True) if value is not None]
     highest = max([0.0, *(value + error for value, error in known)])
@@ -86,41 +81,18 @@ def _draw_column(canvas: _Canvas, column: Bars, left: float, rows: int) -> None:
 
     canvas.text(left, _TOP - 30, column.title, size=12)
     for tick in range(first, last + 1):
-        canvas.box(x(tick * step), _TOP - 4, x(tick * step) + 0.5, bottom + 4, _FAINT if tick == 0 else _GRID)
-        canvas.text(x(tick * step), bottom + 8, f"{tick * step:.4g}", size=10, colour=_FAINT, anchor="ma")
+        canvas.box(x(tick * step), _TOP - 4, x(tick * step) + 0.5, bottom + 4, FAINT if tick == 0 else GRID)
+        canvas.text(x(tick * step), bottom + 8, f"{tick * step:.4g}", size=10, colour=FAINT, anchor="ma")
     for place, (value, error) in enumerate(zip(column.values, errors, strict=True)):
         middle = _TOP + (place + 0.5) * _ROW
         if value is None:
-            canvas.text(x(0) + 4, middle, "none", size=10, colour=_FAINT, anchor="lm")
+            canvas.text(x(0) + 4, middle, "none", size=10, colour=FAINT, anchor="lm")
             continue
         start, end = sorted((x(0), x(value)))
-        canvas.box(start, middle - _BAR / 2, end, middle + _BAR / 2, column.colour if value >= 0 else _FAINT)
+        canvas.box(start, middle - _BAR / 2, end, middle + _BAR / 2, column.colour if value >= 0 else FAINT)
         if error:
-            canvas.box(x(value - error), middle - 0.25, x(value + error), middle + 0.25, _INK)
-
-
-def nice_step(span: float) -> float:
-    """Return a step of 1, 2 or 5 times a power of ten that cuts the span into about four."""
-    if not span > 0:
-        return 1.0
-    rough = span / _TICKS
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= rough * (1 - 1e-9))
+            canvas.box(x(value - error), middle - 0.25, x(value + error), middle + 0.25, INK)
 
 
 def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
-
-
-class _Canvas:
-    """Drawing in points, at twice as many pixels."""
-
-    def __init__(self, draw: ImageDraw.ImageDraw) -> None:
-        self._draw = draw
-
-    def text(self, x: float, y: float, text: str, *, size: int, colour: str = _INK, anchor: str = "la") -> None:
-        font = ImageFont.load_default(size * _SCALE)
-        self._draw.text((x * _SCALE, y * _SCALE), text, fill=colour, font=font, anchor=anchor)
-
-    def box(self, x0: float, y0: float, x1: float, y1: float, colour: str) -> None:
-        self._draw.rectangle([x0 * _SCALE, y0 * _SCALE, x1 * _SCALE, y1 * _SCALE], fill=colour)
