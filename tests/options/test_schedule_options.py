@@ -8,7 +8,8 @@ import pytest
 
 from maulstick.errors import OptionError
 from maulstick.options.load import LoadedOptions
-from maulstick.options.schedules import REFUSED, SCHEDULES, parse_arguments, parse_step_rules
+from maulstick.options.schedules import REFUSED, SCHEDULES, parse_step_rules
+from maulstick.options.values import parse_arguments
 from maulstick.train.schedule import SHAPES
 
 Load = Callable[..., LoadedOptions]

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from maulstick.errors import OptionError
-from maulstick.train.optim import OPTIMIZERS, RateGroup, build_optimizer, parse_arguments
+from maulstick.options.values import parse_arguments
+from maulstick.train.optim import OPTIMIZERS, RateGroup, build_optimizer
 
 INSTALLED = [name for name, info in OPTIMIZERS.items() if importlib.util.find_spec(info.class_path.split(".")[0])]
 
@@ -60,7 +61,7 @@ def test_equal_rates_become_one_group(name):
 
 
 def test_arguments_are_python_values():
-    assert parse_arguments(["weight_decay=0.01", "betas=0.9,0.99", "amsgrad=True", "mode=fast"]) == {
+    assert parse_arguments(["weight_decay=0.01", "betas=0.9,0.99", "amsgrad=True", "mode=fast"], "optimizer_args") == {
         "weight_decay": 0.01,
         "betas": (0.9, 0.99),
         "amsgrad": True,

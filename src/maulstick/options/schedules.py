@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import pairwise
 from typing import Any
 
 from maulstick.errors import OptionError, nearest_name_hint
 from maulstick.options.schema import ScheduleOptions
-from maulstick.options.values import parse_steps
+from maulstick.options.values import parse_arguments, parse_steps
 
 _WARMUP = ("lr_warmup_steps", "lr_warmup_skip_zero")
 _RATIO, _CYCLES = "lr_scheduler_min_lr_ratio", "lr_scheduler_num_cycles"
@@ -126,22 +125,6 @@ def schedule_arguments(options: ScheduleOptions) -> dict[str, Any]:
         OptionError: an argument is not of the form key=value, or a key is given twice.
     """
     return parse_arguments(options.lr_scheduler_args, "lr_scheduler_args")
-
-
-def parse_arguments(arguments: Sequence[str], option: str) -> dict[str, Any]:
-    """Read the ``key=value`` texts that an option lists."""
-    parsed: dict[str, Any] = {}
-    for argument in arguments:
-        key, equals, text = (part.strip() for part in argument.partition("="))
-        if not equals or not key:
-            raise OptionError(f"{option}: '{argument}' is not of the form key=value.")
-        if key in parsed:
-            raise OptionError(f"{option}: '{key}' is given twice.")
-        try:
-            parsed[key] = ast.literal_eval(text)
-        except (ValueError, SyntaxError):
-            parsed[key] = text
-    return parsed
 
 
 def parse_step_rules(text: Any) -> list[tuple[float, float]]:

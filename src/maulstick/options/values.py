@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import fields
 from decimal import Decimal, InvalidOperation
 from functools import cache
@@ -207,3 +209,23 @@ def parse_steps(value: str, total: int, name: str = "lr_warmup_steps") -> int:
     if not text.isdecimal():
         raise OptionError(f"{name} = {value}: {expected}. Write 1 for one step, or 100% for all.")
     return int(text)
+
+
+def parse_arguments(arguments: Sequence[str], option: str) -> dict[str, Any]:
+    """Read the ``key=value`` texts that an option lists; values are Python literals, or texts where they are not.
+
+    Raises:
+        OptionError: a text is not of this form, or a key is given twice.
+    """
+    parsed: dict[str, Any] = {}
+    for argument in arguments:
+        key, equals, text = (part.strip() for part in argument.partition("="))
+        if not equals or not key:
+            raise OptionError(f"{option}: '{argument}' is not of the form key=value.")
+        if key in parsed:
+            raise OptionError(f"{option}: '{key}' is given twice.")
+        try:
+            parsed[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            parsed[key] = text
+    return parsed

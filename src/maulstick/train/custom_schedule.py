@@ -18,7 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from maulstick.errors import OptionError, nearest_name_hint
-from maulstick.options.schedules import parse_arguments
+from maulstick.options.values import parse_arguments
 from maulstick.train.schedule import Factor, ScheduleSettings
 
 _HOME = "torch.optim.lr_scheduler"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import inspect
 import json
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from maulstick.errors import OptionError, nearest_name_hint
+from maulstick.options.values import parse_arguments
 from maulstick.train.optimizers import OPTIMIZERS, OptimizerInfo
 
 if TYPE_CHECKING:
@@ -42,22 +42,6 @@ def resolve_optimizer(optimizer_type: str) -> tuple[str, OptimizerInfo]:
         f"optimizer_type '{optimizer_type}' is unknown.{nearest_name_hint(optimizer_type, OPTIMIZERS)} "
         f"Known: {', '.join(OPTIMIZERS)}; or the full path of a class, such as torch.optim.RAdam."
     )
-
-
-def parse_arguments(arguments: Sequence[str]) -> dict[str, Any]:
-    """Turn ``key=value`` strings into arguments; values are Python literals, or strings where they are not."""
-    parsed: dict[str, Any] = {}
-    for argument in arguments:
-        key, separator, text = argument.partition("=")
-        if not separator or not key.strip():
-            raise OptionError(f"optimizer_args: '{argument}' is not of the form key=value.")
-        if key.strip() in parsed:
-            raise OptionError(f"optimizer_args: '{key.strip()}' is given twice.")
-        try:
-            parsed[key.strip()] = ast.literal_eval(text.strip())
-        except (ValueError, SyntaxError):
-            parsed[key.strip()] = text.strip()
-    return parsed
 
 
 def load_optimizer_class(name: str, info: OptimizerInfo) -> Callable[..., torch.optim.Optimizer]:
@@ -141,7 +125,7 @@ def build_optimizer(
         OptionError: unknown optimizer or argument, a missing package, or rates the optimizer would ignore.
     """
     name, info = resolve_optimizer(optimizer_type)
-    given = parse_arguments(arguments)
+    given = parse_arguments(arguments, "optimizer_args")
     optimizer_class = load_optimizer_class(name, info)
     check_arguments(name, optimizer_class, given)
     check_rates(name, info, groups)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from maulstick.errors import OptionError
-from maulstick.options.schedules import parse_arguments, parse_step_rules, schedule_facts, schedule_name
+from maulstick.options.schedules import parse_step_rules, schedule_facts, schedule_name
 from maulstick.options.schema import TrainOptions
 from maulstick.options.text_rates import BY_NUMBER, text_encoder_rates
-from maulstick.options.values import parse_steps
+from maulstick.options.values import parse_arguments, parse_steps
 
 Factor = Callable[[int], float]
 Curve = Callable[[float], float]
