@@ -31,14 +31,15 @@ def atomic_write(path: Path, write: Callable[[Path], None] | bytes | str) -> Non
         with temporary.open("rb+") as written:
             os.fsync(written.fileno())
         # mkstemp makes files private; the result should follow the user's umask like any other file they write.
-        temporary.chmod(0o666 & ~_current_umask())
+        temporary.chmod(0o666 & ~current_umask())
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
 
 
-def _current_umask() -> int:
+def current_umask() -> int:
+    """Return the rights that new files of this process lack; temporary files and folders are made with fewer still."""
     umask = os.umask(0)
     os.umask(umask)
     return umask

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate
 from random import Random
 
@@ -96,6 +97,11 @@ class BatchSchedule:
     def batches_per_epoch(self) -> int:
         """Micro-batches per epoch for each process."""
         return -(-self.batches_in_all // self.world)
+
+    @cached_property
+    def of_all_processes(self) -> list[BatchSchedule]:
+        """The schedules of all processes, in the order of their ranks: what the others train needs no asking."""
+        return [BatchSchedule(self.index, self.seed, rank=rank, world=self.world) for rank in range(self.world)]
 
     @property
     def images_per_epoch(self) -> int:

@@ -236,7 +236,6 @@ class TrainingLoop:
         parts = self.parts
         size = parts.options.run.gradient_accumulation_steps
         world = parts.accelerator.num_processes
-        others = [BatchSchedule(parts.batches.index, parts.seed, rank=rank, world=world) for rank in range(world)]
         window: list[tuple[MicroBatch, Tensor]] = []
         for batch, latents in parts.latents.stream(parts.batches, epoch, start * size):
             window.append(with_stand_ins(batch, latents, self.left_out))
@@ -244,7 +243,8 @@ class TrainingLoop:
                 if world == 1:
                     images = sum(images_in(member, self.left_out) for member, _ in window)
                 else:
-                    batches = [other.batch(epoch, m.number) for other in others for m, _ in window]
+                    everyones = parts.batches.of_all_processes
+                    batches = [each.batch(epoch, member.number) for each in everyones for member, _ in window]
                     images = sum(images_in(each, self.left_out) for each in batches)
                 yield window, max(images, 1) / world
                 window = []

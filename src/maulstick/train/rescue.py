@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from maulstick.data.batches import BatchSchedule, MicroBatch
+from maulstick.data.batches import MicroBatch
 from maulstick.guard import GradientGuard
 from maulstick.options.schema import RescueOptions
 from maulstick.rescue import Decision, Quarantine, RescueConfig, Rescuer
@@ -61,7 +61,6 @@ class RescueWatcher:
             store="cpu" if parts.accelerator.device.type == "cuda" else "same",
         )
         self._recent: deque[tuple[int, list[str]]] = deque()
-        self._schedules: list[BatchSchedule] = []
 
     def before_training(self, loop: TrainingLoop) -> None:
         """Keep the state at the start, or go on with what a resumed run has."""
@@ -142,10 +141,8 @@ class RescueWatcher:
         if world == 1:
             batches = [batch for batch, _ in done.window]
         else:
-            if not self._schedules:
-                index = parts.batches.index
-                self._schedules = [BatchSchedule(index, parts.seed, rank=rank, world=world) for rank in range(world)]
-            batches = [each.batch(done.epoch, batch.number) for each in self._schedules for batch, _ in done.window]
+            schedules = parts.batches.of_all_processes
+            batches = [each.batch(done.epoch, batch.number) for each in schedules for batch, _ in done.window]
         return [name_of(item) for batch in batches for item in batch.items]
 
     def _forget_old_windows(self) -> None:

@@ -8,7 +8,6 @@ guard, the watchers, and the global random generators that an optimizer might dr
 from __future__ import annotations
 
 import random
-import time
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ import torch
 from accelerate.utils import gather_object
 
 from maulstick import __version__
-from maulstick.data.records import DatasetIndex
 from maulstick.errors import ModelError, OptionError
 from maulstick.guard.errors import GuardError
 from maulstick.options.schema import RunOptions
@@ -77,11 +75,10 @@ def find_start(run: RunOptions) -> Start:
 # ---------------------------------------------------------------------------------------- facts
 
 
-def run_facts(prepared: Prepared, images: DatasetIndex, world: int, model: str) -> dict[str, Any]:
+def run_facts(prepared: Prepared, world: int) -> dict[str, Any]:
     """Return what a state says about its run.
 
-    ``images`` are those that were read, before any was left out for its latents; ``model`` is the denoiser's
-    fingerprint.
+    To be taken before any image is left out for its latents: a resumed run reads, and leaves out, the same.
     """
     return {
         "maulstick": __version__,
@@ -90,8 +87,8 @@ def run_facts(prepared: Prepared, images: DatasetIndex, world: int, model: str) 
         "seed": prepared.seed,
         "processes": world,
         "family": prepared.family.base_model_version,
-        "model": model,
-        "dataset": dataset_facts(images),
+        "model": fingerprint(prepared.family.denoiser),
+        "dataset": dataset_facts(prepared.index),
         "options": option_values(prepared.options),
     }
 
@@ -120,11 +117,6 @@ def check_same_run(facts: Mapping[str, Any], now: Mapping[str, Any], prepared: P
             f"resume: torch was {facts['torch']} and is {now['torch']}; results can differ in their last digits"
         )
     return notes
-
-
-def model_fingerprint(prepared: Prepared) -> str:
-    """Return the fingerprint of the frozen denoiser."""
-    return fingerprint(prepared.family.denoiser)
 
 
 # ---------------------------------------------------------------------------------------- state
@@ -229,11 +221,6 @@ def _restore_random_state(states: Mapping[str, Any]) -> None:
     torch.set_rng_state(states["torch"])
     if "cuda" in states and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def saved_at() -> float:
-    """Return the time that goes into a state's facts."""
-    return time.time()
 
 
 # ---------------------------------------------------------------------------------------- initial_step

@@ -41,7 +41,6 @@ from maulstick.train.resume import (
     begin_at,
     check_same_run,
     find_start,
-    model_fingerprint,
     restore,
     run_facts,
 )
@@ -124,26 +123,22 @@ class TrainingRun:
             world=self.accelerator.num_processes,
             seed=seed,
         )
-        notes, images = self._check_start(start, prepared), prepared.index
+        run = self.options.run
+        uses_states = bool(run.resume or run.save_state or run.save_state_on_train_end)
+        facts = run_facts(prepared, self.accelerator.num_processes) if uses_states else {}
+        changes = check_same_run(start.facts, facts, prepared) if start.found is not None else []
         # Only now is it sure that there will be a run: a misspelt option must not move an earlier log aside.
         guard = GradientGuard(guard_config(self.options)[0])
         self.records.open(guard, start.facts.get("records"))
-        self._announce(prepared, notes)
+        self._announce(prepared, [*start.notes, *changes])
         latents = self._latent_source(prepared)
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
         self.loop = self.build_loop(prepared, latents, guard)
-        self._saver().images = images
+        self._saver().facts = facts
         self._go_on_from(start, self.loop)
         self.prepared = prepared
         return prepared
-
-    def _check_start(self, start: Start, prepared: Prepared) -> list[str]:
-        """Refuse a state that belongs to another run; return what the user should know about the start."""
-        if start.found is None:
-            return list(start.notes)
-        now = run_facts(prepared, prepared.index, self.accelerator.num_processes, model_fingerprint(prepared))
-        return [*start.notes, *check_same_run(start.facts, now, prepared)]
 
     def _go_on_from(self, start: Start, loop: TrainingLoop) -> None:
         if start.found is not None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -11,7 +12,6 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 
-from maulstick.data.records import DatasetIndex
 from maulstick.errors import ModelError
 from maulstick.options.schema import RunOptions
 from maulstick.train.console import RunConsole
@@ -19,7 +19,7 @@ from maulstick.train.loop import LoopState, TrainingLoop
 from maulstick.train.output import LoraOutput
 from maulstick.train.prepare import Prepared
 from maulstick.train.records import RunRecords
-from maulstick.train.resume import capture, model_fingerprint, run_facts, saved_at
+from maulstick.train.resume import capture
 from maulstick.train.state_folder import remove_leftovers, remove_state, state_name, write_state
 
 Kind = Literal["step", "epoch"]
@@ -40,11 +40,10 @@ class RunSaver:
     records: RunRecords
     accelerator: Accelerator
     loop: TrainingLoop | None = None
-    images: DatasetIndex | None = None
-    """The images that were read, where some were left out since: a resumed run reads and leaves out the same."""
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What every state says about the run (``run_facts``)."""
     files: Saved = field(default_factory=lambda: {"step": {}, "epoch": {}})
     states: Saved = field(default_factory=lambda: {"step": {}, "epoch": {}})
-    _facts: dict[str, Any] | None = None
 
     @property
     def _run(self) -> RunOptions:
@@ -123,10 +122,10 @@ class RunSaver:
             return False
         folder = self._folder(label)
         facts = {
-            **self._run_facts(),
+            **self.facts,
             "step": state.step,
             "epoch": state.epoch,
-            "saved_at": saved_at(),
+            "saved_at": time.time(),
             "records": self.records.state(),
             "saved": {"files": _as_json(self.files), "states": _as_json(self.states)},
         }
@@ -146,14 +145,6 @@ class RunSaver:
             raise RuntimeError("output_dir is checked when options are read")
         return self._run.output_dir / state_name(self._run.output_name, label)
 
-    def _run_facts(self) -> dict[str, Any]:
-        """The model does not change while it trains, so its fingerprint is taken once."""
-        if self._facts is None:
-            model = model_fingerprint(self.prepared)
-            images = self.prepared.index if self.images is None else self.images
-            self._facts = run_facts(self.prepared, images, self.accelerator.num_processes, model)
-        return self._facts
-
     def go_on_from(self, facts: Mapping[str, Any]) -> None:
         """Take over what the run that saved these facts had written, and clean up what its last write left behind."""
         saved = facts.get("saved", {})
@@ -171,13 +162,9 @@ class RunSaver:
     def _remove_older_files(self, kind: Kind, number: int) -> None:
         run = self._run
         last = run.save_last_n_steps if kind == "step" else run.save_last_n_epochs
-        for path in _take_out_older(self.files[kind], oldest_kept(kind, number, last, run.save_every_n_epochs or 1)):
-            try:
-                path.unlink(missing_ok=True)
-            except OSError as error:
-                self._cannot_remove(path, error)
-                continue
-            self.records.events.write("remove", file=path)
+        for path in self._no_longer_kept(self.files, kind, number, last):
+            if self._removed(path, Path.unlink):
+                self.records.events.write("remove", file=path)
 
     def _remove_older_states(self, kind: Kind, number: int) -> None:
         run = self._run
@@ -185,20 +172,25 @@ class RunSaver:
             last = run.save_last_n_steps_state or run.save_last_n_steps
         else:
             last = run.save_last_n_epochs_state or run.save_last_n_epochs
-        for folder in _take_out_older(self.states[kind], oldest_kept(kind, number, last, run.save_every_n_epochs or 1)):
-            if not folder.is_dir():
-                continue
-            try:
-                remove_state(folder)
-            except OSError as error:
-                self._cannot_remove(folder, error)
-                continue
-            self.records.events.write("remove", folder=folder)
+        for folder in self._no_longer_kept(self.states, kind, number, last):
+            if self._removed(folder, remove_state):
+                self.records.events.write("remove", folder=folder)
 
-    def _cannot_remove(self, path: Path, error: OSError) -> None:
-        """A file that another program holds open must not end the run."""
-        self.console.say(f"{path} could not be removed ({error.strerror or error}); it stays, and training goes on")
-        self.records.events.write("remove_failed", file=path, error=str(error))
+    def _no_longer_kept(self, saved: Saved, kind: Kind, number: int, last: int | None) -> list[Path]:
+        """Take out of ``saved`` what ``save_last_n_*`` does not keep; return what of it is still there."""
+        oldest = oldest_kept(kind, number, last, self._run.save_every_n_epochs or 1)
+        older = [saved[kind].pop(each) for each in sorted(saved[kind]) if each < oldest]
+        return [path for path in older if path.exists()]
+
+    def _removed(self, path: Path, remove: Callable[[Path], None]) -> bool:
+        """Remove ``path``; return whether that worked. What another program holds open must not end the run."""
+        try:
+            remove(path)
+        except OSError as error:
+            self.console.say(f"{path} could not be removed ({error.strerror or error}); it stays, and training goes on")
+            self.records.events.write("remove_failed", file=path, error=str(error))
+            return False
+        return True
 
 
 def _may_go_on(state: LoopState) -> bool:
@@ -219,10 +211,6 @@ def oldest_kept(kind: Kind, number: int, last: int | None, every_n_epochs: int) 
     if not last:
         return 0
     return number - last if kind == "step" else number - every_n_epochs * last + 1
-
-
-def _take_out_older(saved: dict[int, Path], oldest: int) -> list[Path]:
-    return [saved.pop(number) for number in sorted(saved) if number < oldest]
 
 
 def _kind(label: str, step: int, epoch: int) -> tuple[Kind, int]:

@@ -20,7 +20,7 @@ import torch
 
 from maulstick.adapters.files import file_hash
 from maulstick.errors import ModelError
-from maulstick.files_io import set_aside
+from maulstick.files_io import current_umask, set_aside
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -55,7 +55,7 @@ def write_state(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]
         with (temporary / FACTS_FILE).open("w", encoding="utf-8") as text:
             json.dump(all_facts, text, indent=1, ensure_ascii=False)
             _to_disk(text)
-        temporary.chmod(0o777 & ~_current_umask())
+        temporary.chmod(0o777 & ~current_umask())
         earlier = set_aside(folder)
         temporary.rename(folder)
     except BaseException:
@@ -67,12 +67,6 @@ def write_state(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]
 def _to_disk(file: Any) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _current_umask() -> int:
-    umask = os.umask(0)
-    os.umask(umask)
-    return umask
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
