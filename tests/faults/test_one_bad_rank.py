@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from maulstick.train.events import read_events
 from tests.faults.table import AddRow
 from tests.faults.trials import BARE, Outcome, Workshop, is_finite
+from tests.processes import LEAVE, output_on_two
 
 pytestmark = pytest.mark.long
 STEPS, AT = 24, 12
@@ -46,28 +44,18 @@ for name, arguments in json.loads(sys.argv[1]):
     results.append({"ended": ended, "step": run.loop.state.step, "skipped": run.loop.state.skipped, "same": same})
 if run.accelerator.is_main_process:
     open(sys.argv[2], "w").write(json.dumps(results))
-dist.barrier()
-sys.stdout.flush()
-# gloo's threads sometimes abort an interpreter that shuts down in its own time; what is tested is over by now.
-os._exit(0)
 """
 
 
 def test_one_bad_process_of_two(workshop: Workshop, add_row: AddRow, tmp_path: Path):
-    script = tmp_path / "train_three.py"
-    script.write_text(TRAIN_THREE)
     length = ("--max_train_steps", str(STEPS), "--train_batch_size", "1")
     runs = [
         ("fault_free", workshop.arguments(*length, output=tmp_path / "fault_free")),
         ("guarded", workshop.arguments(*length, output=tmp_path / "guarded")),
         ("bare", workshop.arguments(*BARE, *length, output=tmp_path / "bare")),
     ]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
-    command += [json.dumps(runs), str(tmp_path / "results.json"), str(AT)]
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    given = [json.dumps(runs), str(tmp_path / "results.json"), str(AT)]
+    output_on_two(tmp_path, TRAIN_THREE + LEAVE, given, timeout=400)
     found = json.loads((tmp_path / "results.json").read_text())
     fault_free, outcome, bare = (
         outcome_of(workshop, tmp_path / name, result) for (name, _), result in zip(runs, found, strict=True)

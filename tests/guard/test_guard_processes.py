@@ -2,37 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.processes import results_of_both
 
 HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, dict]:
-    folder = tmp_path_factory.mktemp("processes")
-    path = os.pathsep.join(sys.path)
-    started = [
-        subprocess.Popen(
-            [sys.executable, str(HERE / "guard_process.py"), str(folder)],
-            env={**os.environ, "RANK": str(rank), "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-        )
-        for rank in range(2)
-    ]
-    try:
-        output = [each.communicate(timeout=120)[0].decode() for each in started]
-    finally:
-        for each in started:
-            each.kill()
-    assert [each.returncode for each in started] == [0, 0], "\n".join(output)
-    return json.loads((folder / "rank0.json").read_text()), json.loads((folder / "rank1.json").read_text())
+    return results_of_both(HERE / "guard_process.py", tmp_path_factory.mktemp("processes"))
 
 
 def test_data_parallel_runs_stay_together(both: tuple[dict, dict]):

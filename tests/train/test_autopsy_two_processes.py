@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from maulstick.autopsy import Report
 from tests.models import model_folder
+from tests.processes import LEAVE, output_on_two
 
 RUN_WITH_A_FAULT = """
 import os, sys
@@ -35,17 +33,11 @@ mine = torch.cat([p.detach().flatten() for _, p in run.loop.parts.named_paramete
 others = [torch.empty_like(mine) for _ in range(2)]
 dist.all_gather(others, mine)
 assert torch.equal(others[0], others[1]) and bool(torch.isfinite(mine).all())
-dist.barrier()
-sys.stdout.flush()
-# gloo's threads sometimes abort an interpreter that shuts down in its own time; what is tested is over by now.
-os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_the_process_with_the_bad_image_is_named(images: Path, tmp_path: Path):
-    script = tmp_path / "train_with_a_fault.py"
-    script.write_text(RUN_WITH_A_FAULT)
     arguments = {
         "--pretrained_model_name_or_path": str(model_folder()),
         "--train_data_dir": str(images),
@@ -55,15 +47,11 @@ def test_the_process_with_the_bad_image_is_named(images: Path, tmp_path: Path):
         "--max_train_steps": "3",
         "--console": "plain",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(script), *(token for pair in arguments.items() for token in pair), "--network_train_unet_only"]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    given = [*(token for pair in arguments.items() for token in pair), "--network_train_unet_only"]
+    output = output_on_two(tmp_path, RUN_WITH_A_FAULT + LEAVE, given)
     (file,) = (tmp_path / "out").glob("last-autopsy-*.json")
     report = Report.from_json(json.loads(file.read_text()))
     assert report.title == "Autopsy of step 2, process 1"
-    (spoilt,) = {line.removeprefix("SPOILT ") for line in finished.stdout.splitlines() if line.startswith("SPOILT ")}
+    (spoilt,) = {line.removeprefix("SPOILT ") for line in output.splitlines() if line.startswith("SPOILT ")}
     assert [sample.name for sample in report.samples] == [spoilt]
-    assert finished.stdout.count("Autopsy of step 2") == 1
+    assert output.count("Autopsy of step 2") == 1

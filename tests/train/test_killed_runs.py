@@ -6,7 +6,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from maulstick.train.events import read_events
 from maulstick.train.run import TrainingRun
 from maulstick.train.state_folder import TEMPORARY_MARK
 from tests.models import model_folder
+from tests.processes import LEAVE, start_on_two
 
 STEPS = 24
 KILLS = 20
@@ -110,32 +110,22 @@ def has_ended(child: int) -> bool:
 
 TRAIN = """
 import os, sys
-import torch
+import torch, torch.distributed as dist
 torch.set_num_threads(1)
 from maulstick.options.load import load_train_options
 from maulstick.train.run import TrainingRun
 run = TrainingRun(load_train_options(sys.argv[1:]))
 run.train()
-run.accelerator.wait_for_everyone()
-sys.stdout.flush()
-# gloo's threads sometimes abort an interpreter that shuts down in its own time; what is tested is over by now.
-os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_two_processes_go_on_as_they_were(images: Path, tmp_path: Path):
-    script = tmp_path / "train.py"
-    script.write_text(TRAIN)
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-
-    def start(output: str) -> subprocess.Popen[bytes]:
+    def start(output: str) -> subprocess.Popen[str]:
         usual = ("--pretrained_model_name_or_path", str(model_folder()), "--train_data_dir", str(images))
         usual += ("--output_dir", str(tmp_path / output), "--resolution", "64", "--seed", "1", "--console", "plain")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
         with (tmp_path / "output.txt").open("ab") as text:
-            return subprocess.Popen([*command, *usual, *ARGUMENTS], env=environment, stdout=text, stderr=text)
+            return start_on_two(tmp_path, TRAIN + LEAVE, [*usual, *ARGUMENTS], stdout=text, stderr=text)
 
     def finish(output: str) -> None:
         assert start(output).wait(timeout=300) == 0, (tmp_path / "output.txt").read_text()[-3000:]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ import pytest
 from maulstick.adapters.files import read_lora_file
 from maulstick.train.events import read_events
 from tests.models import model_folder
+from tests.processes import LEAVE, output_on_two
 
 RUN_AND_COMPARE = """
 import os, sys
@@ -25,17 +23,11 @@ mine = torch.cat([p.detach().flatten() for _, p in run.loop.parts.named_paramete
 others = [torch.empty_like(mine) for _ in range(2)]
 dist.all_gather(others, mine)
 assert torch.equal(others[0], others[1]), "the processes drifted apart"
-dist.barrier()
-sys.stdout.flush()
-# gloo's threads sometimes abort an interpreter that shuts down in its own time; what is tested is over by now.
-os._exit(0)
 """
 
 
 @pytest.mark.slow
 def test_two_processes_train_one_lora(images: Path, tmp_path: Path):
-    script = tmp_path / "train_and_compare.py"
-    script.write_text(RUN_AND_COMPARE)
     arguments = {
         "--pretrained_model_name_or_path": str(model_folder()),
         "--train_data_dir": str(images),
@@ -47,14 +39,10 @@ def test_two_processes_train_one_lora(images: Path, tmp_path: Path):
         "--learning_rate": "1e-3",
         "--console": "plain",
     }
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command += [str(script), *(token for pair in arguments.items() for token in pair)]
-    root = Path(__file__).parents[2]
-    environment = {**os.environ, "PYTHONPATH": f"{root / 'src'}:{root}", "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
-    assert finished.returncode == 0, finished.stderr[-3000:]
+    given = [token for pair in arguments.items() for token in pair]
+    output = output_on_two(tmp_path, RUN_AND_COMPARE + LEAVE, given)
     steps = [event for event in read_events(tmp_path / "out" / "last.events.jsonl") if event["event"] == "step"]
     # 10 images an epoch in 10 batches, five for each process, two to a window.
     assert [step["train/steps"] for step in steps] == [1, 2, 3]
     assert len(read_lora_file(tmp_path / "out" / "last.safetensors").modules) == 264
-    assert finished.stdout.count("saved ") == 1
+    assert output.count("saved ") == 1
