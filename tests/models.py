@@ -188,6 +188,14 @@ def _open_clip(text: dict[str, Tensor]) -> dict[str, Tensor]:
         "logit_scale": torch.tensor(4.6),
         "attn_mask": torch.full((77, 77), float("-inf")).triu(1),
     }
+    named |= open_clip_layers(text, "encoder.layers", 23)
+    last = {name: tensor for name, tensor in named.items() if ".resblocks.22." in name}
+    unused = {name.replace(".22.", ".23."): torch.zeros_like(tensor) for name, tensor in last.items()}
+    return {prefix + name: tensor for name, tensor in (named | unused).items()}
+
+
+def open_clip_layers(text: dict[str, Tensor], source: str, count: int) -> dict[str, Tensor]:
+    """The layers below ``source`` of a transformers text encoder under OpenCLIP's names, query, key and value fused."""
     tails = {
         "layer_norm1": "ln_1",
         "layer_norm2": "ln_2",
@@ -195,16 +203,15 @@ def _open_clip(text: dict[str, Tensor]) -> dict[str, Tensor]:
         "mlp.fc2": "mlp.c_proj",
         "self_attn.out_proj": "attn.out_proj",
     }
-    for layer in range(23):
-        source, target = f"encoder.layers.{layer}.", f"transformer.resblocks.{layer}."
+    named = {}
+    for layer in range(count):
+        ours, theirs = f"{source}.{layer}.", f"transformer.resblocks.{layer}."
         for kind in ("weight", "bias"):
-            fused = [text[f"{source}self_attn.{role}_proj.{kind}"] for role in "qkv"]
-            named[f"{target}attn.in_proj_{kind}"] = torch.cat(fused)
-            for ours, theirs in tails.items():
-                named[f"{target}{theirs}.{kind}"] = text[f"{source}{ours}.{kind}"]
-    last = {name: tensor for name, tensor in named.items() if ".resblocks.22." in name}
-    unused = {name.replace(".22.", ".23."): torch.zeros_like(tensor) for name, tensor in last.items()}
-    return {prefix + name: tensor for name, tensor in (named | unused).items()}
+            fused = [text[f"{ours}self_attn.{role}_proj.{kind}"] for role in "qkv"]
+            named[f"{theirs}attn.in_proj_{kind}"] = torch.cat(fused)
+            for our_tail, their_tail in tails.items():
+                named[f"{theirs}{their_tail}.{kind}"] = text[f"{ours}{our_tail}.{kind}"]
+    return named
 
 
 def _unet_original(name: str) -> str:

@@ -25,6 +25,7 @@ from tests.models import (
     _session_folder,
     _unet_original,
     _vae_original,
+    open_clip_layers,
     scheduler_config,
     text_encoder_config,
     vae_config,
@@ -161,19 +162,4 @@ def _open_clip_tensors(text: dict[str, Tensor]) -> dict[str, Tensor]:
         "text_projection": text["text_projection.weight"].T,
         "logit_scale": torch.tensor(4.6),
     }
-    tails = {
-        "layer_norm1": "ln_1",
-        "layer_norm2": "ln_2",
-        "mlp.fc1": "mlp.c_fc",
-        "mlp.fc2": "mlp.c_proj",
-        "self_attn.out_proj": "attn.out_proj",
-    }
-    for layer in range(32):
-        source, target = f"text_model.encoder.layers.{layer}.", f"transformer.resblocks.{layer}."
-        for kind in ("weight", "bias"):
-            named[f"{target}attn.in_proj_{kind}"] = torch.cat(
-                [text[f"{source}self_attn.{role}_proj.{kind}"] for role in "qkv"]
-            )
-            for ours, theirs in tails.items():
-                named[f"{target}{theirs}.{kind}"] = text[f"{source}{ours}.{kind}"]
-    return named
+    return named | open_clip_layers(text, "text_model.encoder.layers", 32)

@@ -41,8 +41,8 @@ def test_a_windows_gradient_is_that_of_the_mean_over_its_images(make_run):
     batches = [full[0], full[1], (full[2][0].__class__(0, 2, full[2][0].items[:1]), full[2][1][:1])]
     losses = []
 
-    def remember(batch, latents, noise, forward=loop.forward):
-        loss = forward(batch, latents, noise)
+    def remember(*arguments, forward=loop.forward):
+        loss = forward(*arguments)
         losses.append(loss.detach())
         return loss
 

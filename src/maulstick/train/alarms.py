@@ -16,7 +16,7 @@ from maulstick.train.attention_logits import LogitMeter
 from maulstick.train.gradient_seen import GradientsSeen, behind_layer
 from maulstick.train.seeds import derive_seed
 from maulstick.train.trends import MOST_POINTS, heading_for
-from maulstick.train.watchers import WindowDone
+from maulstick.train.watchers import WindowDone, networks_of
 
 if TYPE_CHECKING:
     from maulstick.train.loop import TrainingLoop
@@ -248,13 +248,6 @@ class AlarmWatcher:
         if self._seen is not None:
             self._seen.close()
             self._seen = None
-
-
-def networks_of(loop: TrainingLoop) -> dict[str, nn.Module]:
-    """Return the networks that a step runs, by component."""
-    trainee: Any = loop.parts.accelerator.unwrap_model(loop.parts.trainee)
-    denoiser = loop.parts.family.denoiser_naming.component
-    return {denoiser if name == "denoiser" else name: network for name, network in trainee.networks.items()}
 
 
 @torch.no_grad()

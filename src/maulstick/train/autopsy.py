@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
-from torch import Tensor, nn
+from torch import Tensor
 
 from maulstick.autopsy import Direction, Report, Sample, bisect_batch, examine
 from maulstick.autopsy.examination import healthy_loss
 from maulstick.data.batches import BatchItem, MicroBatch
 from maulstick.files_io import atomic_write, set_aside
 from maulstick.train.objective import make_noisy
-from maulstick.train.seeds import derive_seed
-from maulstick.train.watchers import WindowDone
+from maulstick.train.watchers import WindowDone, networks_of
 
 if TYPE_CHECKING:
     from maulstick.train.loop import LoopParts, TrainingLoop, Window
 
-StateBefore = Callable[[], AbstractContextManager[None]]
 """Puts the state from before the window back for the length of a ``with`` block."""
 
 NOT_REPRODUCED = (
@@ -45,10 +43,8 @@ class AutopsyWatcher:
 
     name = "autopsy"
 
-    def __init__(self, parts: LoopParts, state_before: StateBefore | None = None) -> None:
-        """``state_before``: for a run without guardian, whose weights a bad window has spoilt."""
+    def __init__(self, parts: LoopParts) -> None:
         self.limit = parts.options.autopsy.autopsy_limit
-        self.state_before = state_before
         self.made = self.ordinary = 0
         self._last_finite = -1
 
@@ -88,13 +84,12 @@ class AutopsyWatcher:
         spoilt = done.outcome.stepped
         facts = {} if spoilt else {"window_before_was_finite": done.step > 0 and self._last_finite == done.step - 1}
         try:
-            with self.state_before() if spoilt and self.state_before is not None else nullcontext():
-                if scaled and _healthy_at_scale_one(loop, done):
-                    return {"ordinary": True, "report": None, "error": None}
-                report = examine_window(loop, done.window, done.images, done.step, loss_scale=scale, facts=facts)
+            if scaled and _healthy_at_scale_one(loop, done):
+                return {"ordinary": True, "report": None, "error": None}
+            report = examine_window(loop, done.window, done.images, done.step, loss_scale=scale, facts=facts)
         except Exception as error:  # whatever it is, training goes on
             return {"ordinary": False, "report": None, "error": f"{type(error).__name__}: {error}"}
-        if spoilt and self.state_before is None:
+        if spoilt:
             report = report.with_notes(SPOILT_WEIGHTS)
         return {"ordinary": False, "report": report.as_json(), "error": None}
 
@@ -153,7 +148,7 @@ def _examine_micro_batch(
 
     report = examine(
         run,
-        _networks(loop),
+        networks_of(loop),
         parts.named_parameters,
         parts.optimizer,
         _inputs(parts, batch, latents),
@@ -205,13 +200,6 @@ def _on_bare_networks(loop: TrainingLoop) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------- what the report is made from
 
 
-def _networks(loop: TrainingLoop) -> dict[str, nn.Module]:
-    """The networks at work, by the component names that LoRA files use."""
-    family = loop.parts.family
-    networks = dict(loop.parts.trainee.networks.items())  # type: ignore[union-attr, operator]
-    return {family.denoiser_naming.component if name == "denoiser" else name: each for name, each in networks.items()}
-
-
 def _inputs(parts: LoopParts, batch: MicroBatch, latents: Tensor) -> dict[str, Any]:
     inputs: dict[str, Any] = {"latents": latents}
     if parts.text_states is not None:
@@ -223,9 +211,8 @@ def _drawn(loop: TrainingLoop, latents: Tensor, step: int, place: int) -> dict[s
     """Return what was drawn for the micro-batch, and what follows from its timesteps."""
     parts = loop.parts
     family, objective = parts.family, parts.options.objective
-    seed = derive_seed(parts.seed, "noise", step, place, parts.accelerator.process_index)
     latents = latents.to(parts.accelerator.device)
-    noisy = make_noisy(family, latents, objective, torch.Generator().manual_seed(seed))
+    noisy = make_noisy(family, latents, objective, loop.noise_generator(step, place))
     signal = family.add_noise(torch.ones_like(latents), torch.zeros_like(latents), noisy.timesteps).flatten(1).mean(1)
     return {
         "timesteps": noisy.timesteps.tolist(),

@@ -163,15 +163,17 @@ class TrainingLoop:
         """
         parts = self.parts
         # Reseeding makes every draw of this micro-batch, dropout included, a function of its place in the run.
-        at = (step, place, parts.accelerator.process_index)
-        torch.manual_seed(derive_seed(parts.seed, "dropout", *at))
-        noise = torch.Generator().manual_seed(derive_seed(parts.seed, "noise", *at))
-        losses = self.forward(batch, latents, noise) if only is None else self.forward(batch, latents, noise, only)
-        loss = losses.sum() / images
+        torch.manual_seed(derive_seed(parts.seed, "dropout", step, place, parts.accelerator.process_index))
+        loss = self.forward(batch, latents, self.noise_generator(step, place), only).sum() / images
         if not loss.requires_grad:
             # module_dropout left every module out; the gradient is zero, but there must be one.
             loss = loss + sum((parameter * 0).sum() for _, parameter in parts.named_parameters)
         return loss
+
+    def noise_generator(self, step: int, place: int) -> torch.Generator:
+        """Return what this process draws noise and timesteps of a micro-batch from, on the CPU."""
+        at = (step, place, self.parts.accelerator.process_index)
+        return torch.Generator().manual_seed(derive_seed(self.parts.seed, "noise", *at))
 
     def forward(
         self, batch: MicroBatch, latents: Tensor, generator: torch.Generator, only: Sequence[int] | None = None

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from maulstick.guard import StepOutcome
     from maulstick.train.loop import TrainingLoop, Window
 
@@ -59,3 +61,10 @@ class SeesBothEnds(Protocol):
 
     def after_training(self, loop: TrainingLoop) -> None:
         """Put right what is about to be saved. After an error it is called on that process alone, perhaps twice."""
+
+
+def networks_of(loop: TrainingLoop) -> dict[str, nn.Module]:
+    """Return the networks that a step runs, by component."""
+    trainee: Any = loop.parts.accelerator.unwrap_model(loop.parts.trainee)
+    denoiser = loop.parts.family.denoiser_naming.component
+    return {denoiser if name == "denoiser" else name: network for name, network in trainee.networks.items()}
