@@ -43,6 +43,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m bench.block_rates
 	$(BIN)/python -m bench.guard
 	$(BIN)/python -m bench.tools
+	$(BIN)/python -m bench.start_up
 
 clean:
 	rm -rf $(VENV) build dist quickstart-output .pytest_cache .mypy_cache .ruff_cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -42,13 +41,12 @@ def run_program(*arguments: str, **environment: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["--version"], ["trian"]])
-def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
     code = (
         "import sys, maulstick.cli; maulstick.cli.main(sys.argv[1:]);"
         "print({'torch', 'numpy', 'diffusers', 'transformers', 'PIL'} & set(sys.modules), file=sys.stderr)"
     )
     source = Path(__file__).parents[1] / "src"
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         capture_output=True,
@@ -56,9 +54,7 @@ def test_help_is_quick_and_imports_nothing_heavy(arguments: list[str]) -> None:
         env=os.environ | {"PYTHONPATH": str(source)},
         check=True,
     )
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert done.stderr.splitlines()[-1] == "set()"
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 0.8
 
 
 @pytest.mark.parametrize("command", ["train", "check"])

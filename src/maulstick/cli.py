@@ -75,7 +75,12 @@ def _run(arguments: list[str]) -> int | None:
 
 
 def _help(arguments: list[str]) -> int | None:
-    status = build_app()(arguments, exit_on_error=False, print_error=False)
+    app, status = build_app(), None
+    if arguments and arguments[0] in OPTION_COMMANDS:
+        # Without reading the line first: for hundreds of options that takes longer than to show them.
+        app.help_print(arguments[:1])
+    else:
+        status = app(arguments, exit_on_error=False, print_error=False)
     sys.stdout.flush()
     return status
 
