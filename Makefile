@@ -41,6 +41,7 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.train_step
 	$(BIN)/python -m bench.block_rates
+	$(BIN)/python -m bench.watchers
 	$(BIN)/python -m bench.guard
 	$(BIN)/python -m bench.tools
 	$(BIN)/python -m bench.start_up

@@ -157,7 +157,7 @@ def stub_loop(dtype=torch.float16, total=2000):
             trainee=SimpleNamespace(networks={}, eval=lambda: None, train=lambda: None),
             seed=0,
         ),
-        forward=lambda batch, latents, generator: None,
+        forward=lambda batch, latents, generator, only=None: None,
     )
 
 

@@ -39,7 +39,7 @@ def look_interval(total_steps: int) -> int:
 class AlarmWatcher:
     """Looks at weights, gradients, loss scale and attention logits now and then; changes nothing.
 
-    A look reads a few numbers from the device and runs one forward pass without gradient, at steps 5 and 20 and then
+    A look reads a few numbers from the device and runs one image forward without gradient, at steps 5 and 20 and then
     every 20 to 100 steps; between looks nothing is read. Each alarm comes once, on the console and as an ``alarm``
     event. The sum of lr² over the updates stands beside the trends: with a random walk of the weights, it is what their
     drift grows with.
@@ -176,7 +176,7 @@ class AlarmWatcher:
         )
 
     def _largest_logit(self, loop: TrainingLoop, done: WindowDone, step: int) -> tuple[float, str] | None:
-        """Run the window's first micro-batch forward once more, and return the largest logit and where it was."""
+        """Run the window's first image forward once more, and return the largest logit and where it was."""
         if self._meter is None:
             self._meter = LogitMeter(networks_of(loop))
         generator = torch.Generator().manual_seed(derive_seed(loop.parts.seed, "alarms", step))
@@ -184,7 +184,7 @@ class AlarmWatcher:
         loop.parts.trainee.eval()
         try:
             with self._meter.watching(), torch.no_grad():
-                loop.forward(*done.window[0], generator)
+                loop.forward(*done.window[0], generator, only=[0])
         finally:
             loop.parts.trainee.train()
         return self._meter.largest()
