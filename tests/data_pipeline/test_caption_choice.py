@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from maulstick.data.captions import CaptionError, caption_for, possible_captions, read_caption, shuffled, tag_counts
+from maulstick.data.captions import (
+    CaptionError,
+    Moment,
+    caption_for,
+    possible_captions,
+    read_caption,
+    shuffled,
+    tag_counts,
+    whole_caption,
+)
 from maulstick.options.dataset_config import SubsetSpec
 
 
@@ -45,6 +54,87 @@ def test_dropout():
     drawn = Counter(caption_for(captioned("a", caption_dropout_rate=0.25), Random(seed)) for seed in range(2000))
     assert set(drawn) == {"a", ""}
     assert 400 < drawn[""] < 600
+
+
+def drawn_captions(image: Captioned, count: int = 400) -> Counter[str]:
+    return Counter(caption_for(image, Random(seed)) for seed in range(count))
+
+
+def test_prefix_and_suffix_belong_to_the_caption_and_are_dropped_with_it():
+    framed = captioned("a cat", caption_prefix="photo of", caption_suffix="outside")
+    assert caption_for(framed, Random(0)) == "photo of a cat outside"
+    assert caption_for(captioned("", caption_prefix="photo"), Random(0)) == "photo"
+    dropped = captioned("a cat", caption_prefix="photo of", caption_dropout_rate=1.0)
+    assert caption_for(dropped, Random(0)) == ""
+    moved = captioned("b,c", caption_prefix="a,", caption_suffix=",d", shuffle_caption=True, keep_tokens=1)
+    assert set(drawn_captions(moved)) == {
+        f"a, {x}, {y}, {z}" for x in "bcd" for y in "bcd" for z in "bcd" if len({x, y, z}) == 3
+    }
+
+
+def test_every_nth_epoch_counted_from_one_has_empty_captions():
+    image = captioned("a", caption_dropout_every_n_epochs=3)
+    said = [caption_for(image, Random(0), Moment(epoch=epoch)) for epoch in range(7)]
+    assert said == ["a", "a", "", "a", "a", "", "a"]
+
+
+def test_tags_are_dropped_one_by_one_but_not_the_kept_ones():
+    image = captioned("a, b, c", keep_tokens=1, caption_tag_dropout_rate=0.25)
+    drawn = drawn_captions(image, 4000)
+    assert set(drawn) == {"a, b, c", "a, b", "a, c", "a"}
+    for caption, chance in {"a, b, c": 9 / 16, "a, b": 3 / 16, "a, c": 3 / 16, "a": 1 / 16}.items():
+        assert abs(drawn[caption] / 4000 - chance) < 4 * (chance * (1 - chance) / 4000) ** 0.5
+
+
+def test_a_mark_separates_what_stays_at_both_ends():
+    image = captioned("a, b ||| c, d ||| e", keep_tokens_separator="|||", keep_tokens=3, shuffle_caption=True)
+    assert set(drawn_captions(image)) == {"a, b, c, d, e", "a, b, d, c, e"}
+    # Not shuffled, the mark must not be learned as a word.
+    plain = captioned("a, b ||| c, d ||| e", keep_tokens_separator="|||")
+    assert caption_for(plain, Random(0)) == whole_caption(plain) == "a, b, c, d, e"
+
+
+def test_tags_joined_by_the_secondary_separator_stay_together():
+    image = captioned("sky;cloud, cat;black", shuffle_caption=True, secondary_separator=";")
+    assert set(drawn_captions(image)) == {"sky,cloud, cat,black", "cat,black, sky,cloud"}
+
+
+def test_another_separator_of_tags():
+    image = captioned("a, b; c", caption_separator=";", shuffle_caption=True)
+    assert set(drawn_captions(image)) == {"a, b, c", "c, a, b"}
+
+
+def test_wildcards_choose_an_alternative_and_a_line_each_time():
+    image = captioned("a {red|green} {{x}}", "b", enable_wildcard=True)
+    drawn = drawn_captions(image, 1000)
+    assert set(drawn) == {"a red {x}", "a green {x}", "b"}
+    assert 430 < drawn["b"] < 570
+    assert 200 < drawn["a red {x}"] < 300
+    assert caption_for(captioned("a {red|green}", "b"), Random(0)) == "a {red|green}"
+
+
+@pytest.mark.parametrize("step, count", [(0, 2), (2, 2), (3, 3), (5, 4), (9, 5), (10, 6), (50, 6)])
+def test_the_number_of_tags_grows_with_the_steps(step, count):
+    # floor(step * (6 free tags - 2) / 10) + 2 of the tags after the kept one, until step 10.
+    image = captioned("k,1,2,3,4,5,6", keep_tokens=1, token_warmup_min=2, token_warmup_step=10)
+    expected = ", ".join(["k", "1", "2", "3", "4", "5", "6"][: 1 + count])
+    assert caption_for(image, Random(0), Moment(step=step)) == expected
+    share = captioned("k,1,2,3,4,5,6", keep_tokens=1, token_warmup_min=2, token_warmup_step=0.1)
+    assert caption_for(share, Random(0), Moment(step=step, total_steps=100)) == expected
+
+
+def test_captions_that_vary_are_not_listed():
+    certain = captioned("a ||| b", keep_tokens_separator="|||", shuffle_caption=True, caption_dropout_every_n_epochs=2)
+    assert possible_captions([certain]) == {"a, b", ""}
+    assert possible_captions([captioned("a", caption_prefix="x")]) == {"x a"}
+    for varied in (
+        captioned("a {b|c}", enable_wildcard=True),
+        captioned("a", "b", enable_wildcard=True),
+        captioned("a, b", caption_tag_dropout_rate=0.1),
+        captioned("a, b", token_warmup_step=5),
+        captioned("a;b", caption_separator=";", shuffle_caption=True),
+    ):
+        assert possible_captions([varied]) is None
 
 
 @given(st.lists(st.integers()), st.integers())

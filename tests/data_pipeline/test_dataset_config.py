@@ -166,7 +166,7 @@ ONE = "[[datasets]]\n{dataset}\n[[datasets.subsets]]\nimage_dir = 'hoge'\n{subse
         (ONE.replace("{dataset}", "is_reg = true"), ["is_reg belongs in [[datasets.subsets]]"]),
         (ONE.replace("{subset}", "color_aug = true"), ["color_aug (random changes of colour)", "does not support"]),
         (ONE.replace("{subset}", "metadata_file = 'a.json'"), ["metadata_file (captions and tags from one JSON file)"]),
-        (ONE.replace("{subset}", "caption_prefix = 'a'"), ["caption_prefix (text put before every caption)"]),
+        (ONE.replace("{subset}", "random_crop = true"), ["random_crop (crops at random places)"]),
         (ONE.replace("{subset}", "num_repeats = '2'"), ["num_repeats is '2'; expected a whole number of at least 0"]),
         (ONE.replace("{subset}", "num_repeats = true"), ["num_repeats is true; expected a whole number"]),
         (ONE.replace("{subset}", "flip_aug = 1"), ["flip_aug is 1; expected true or false"]),

@@ -65,7 +65,8 @@ def test_defaults_of_sd_scripts_are_accepted_silently(load: Load, tmp_path: Path
         if not isinstance(entry, Renamed) and entry.default is not None:
             tokens += as_tokens(name, entry.default)
             lines.append(as_toml(name, entry.default))
-    assert len(lines) > 80
+    # So that the loop is not empty; fewer are left with every option that becomes one of ours.
+    assert len(lines) > 40
     file = tmp_path / "defaults.toml"
     file.write_text("\n".join(lines))
     assert load(*tokens).notices == []

@@ -13,7 +13,7 @@ from itertools import accumulate
 from random import Random
 
 from maulstick.data.buckets import Size
-from maulstick.data.captions import caption_for, shuffled
+from maulstick.data.captions import Moment, caption_for, shuffled
 from maulstick.data.records import DatasetIndex, ImageRecord
 from maulstick.families.framing import Framing
 
@@ -78,13 +78,17 @@ class BatchSchedule:
 
     Attributes:
         batches_in_all: micro-batches per epoch, over all processes.
+        accumulation: micro-batches per step; captions whose tags grow in number ask for the step.
+        total_steps: planned length of training, once it is known.
     """
 
-    def __init__(self, index: DatasetIndex, seed: int, *, rank: int = 0, world: int = 1):
+    def __init__(self, index: DatasetIndex, seed: int, *, rank: int = 0, world: int = 1, accumulation: int = 1):
         self.index = index
         self.seed = seed
         self.rank = rank
         self.world = world
+        self.accumulation = accumulation
+        self.total_steps: int | None = None
         self._groups = [
             (bucket, dataset.spec.batch_size)
             for dataset in index.datasets
@@ -97,6 +101,11 @@ class BatchSchedule:
     def batches_per_epoch(self) -> int:
         """Micro-batches per epoch for each process."""
         return -(-self.batches_in_all // self.world)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Updates per epoch; the last one may be of fewer micro-batches."""
+        return -(-self.batches_per_epoch // self.accumulation)
 
     @cached_property
     def of_all_processes(self) -> list[BatchSchedule]:
@@ -119,18 +128,24 @@ class BatchSchedule:
             raise IndexError(f"an epoch has {self.batches_per_epoch} micro-batches; there is no number {number}")
         batches, first_positions = self._order(epoch)
         place = (number * self.world + self.rank) % len(batches)
+        step = epoch * self.steps_per_epoch + number // self.accumulation
         items = [
-            self.draw(record, epoch, position) for position, record in enumerate(batches[place], first_positions[place])
+            self.draw(record, epoch, position, step)
+            for position, record in enumerate(batches[place], first_positions[place])
         ]
         return MicroBatch(epoch, number, tuple(items))
 
-    def draw(self, record: ImageRecord, epoch: int, position: int) -> BatchItem:
-        """Return what is trained when ``record`` is at ``position`` of an epoch: mirrored or not, and its caption."""
+    def draw(self, record: ImageRecord, epoch: int, position: int, step: int = 0) -> BatchItem:
+        """Return what is trained when ``record`` is at ``position`` of an epoch: mirrored or not, and its caption.
+
+        ``step``: the step of training, counted from 0, that it is part of.
+        """
         # Seeding with text goes through SHA-512, so that neighbouring positions have unrelated numbers.
         rng = Random(f"maulstick item {self.seed} {epoch} {position}")
         flipped = record.subset.flip_aug and rng.random() < 0.5
         weight = self.index.datasets[record.dataset].spec.prior_loss_weight if record.is_reg else 1.0
-        return BatchItem(record, epoch, position, flipped, caption_for(record, rng), weight)
+        caption = caption_for(record, rng, Moment(epoch, step, self.total_steps))
+        return BatchItem(record, epoch, position, flipped, caption, weight)
 
     def _order(self, epoch: int) -> tuple[list[tuple[ImageRecord, ...]], list[int]]:
         """Return all batches of an epoch in order, and the position of the first image of each."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import codecs
+import math
+import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Protocol, TypeVar
@@ -81,20 +83,105 @@ class Captioned(Protocol):
         """The options of its folder."""
 
 
-def caption_for(image: Captioned, rng: Random) -> str:
-    """Return the caption to train an image with this time: dropped ("") or with its tags shuffled, as its subset says.
+@dataclass(frozen=True)
+class Moment:
+    """When a caption is used: epoch and step count from 0; ``total_steps`` is None where no length is planned."""
 
-    As in sd-scripts: dropping is decided first; tags are what stands between commas, the first ``keep_tokens`` of them
-    stay in place, and shuffled captions are joined with ", ".
+    epoch: int = 0
+    step: int = 0
+    total_steps: int | None = None
+
+
+@dataclass(frozen=True)
+class _Tags:
+    """A caption's tags: those that stay at the start, those that may move or go, those that stay at the end."""
+
+    first: list[str]
+    free: list[str]
+    last: list[str]
+
+
+def caption_for(image: Captioned, rng: Random, moment: Moment = Moment()) -> str:
+    """Return the caption to train an image with at this moment: dropped (""), or varied as its subset says.
+
+    In sd-scripts' order: prefix and suffix are part of the caption; dropping is decided first; then one of several
+    lines and of each ``{a|b}`` is chosen; then tags are held back (warm-up), shuffled and dropped, all but those that
+    are kept in place, and joined with ", "; the secondary separator becomes the separator last.
     """
     subset = image.subset
-    caption = image.captions[0] if image.captions else ""
     if subset.caption_dropout_rate > 0 and rng.random() < subset.caption_dropout_rate:
         return ""
-    if not subset.shuffle_caption:
-        return caption
-    tags = [tag.strip() for tag in caption.split(",")]
-    return ", ".join(tags[: subset.keep_tokens] + shuffled(tags[subset.keep_tokens :], rng))
+    every = subset.caption_dropout_every_n_epochs
+    if every and (moment.epoch + 1) % every == 0:
+        return ""
+    lines = image.captions if subset.enable_wildcard else image.captions[:1]
+    line = lines[int(rng.random() * len(lines))] if len(lines) > 1 else "".join(lines)
+    caption = _framed(line, subset)
+    if subset.enable_wildcard:
+        caption = _with_choices(caption, rng)
+    if subset.shuffle_caption or subset.token_warmup_step or subset.caption_tag_dropout_rate > 0:
+        tags = _tags(caption, subset)
+        free = tags.free[: _tags_so_far(len(tags.free), subset, moment)]
+        if subset.shuffle_caption:
+            free = shuffled(free, rng)
+        if subset.caption_tag_dropout_rate > 0:
+            free = [tag for tag in free if rng.random() >= subset.caption_tag_dropout_rate]
+        caption = ", ".join(tags.first + free + tags.last)
+    return _without_marks(caption, subset)
+
+
+def whole_caption(image: Captioned) -> str:
+    """Return the caption with everything that it can hold: nothing dropped, and the first of all choices."""
+    return _without_marks(_framed(image.captions[0] if image.captions else "", image.subset), image.subset)
+
+
+def _framed(caption: str, subset: SubsetSpec) -> str:
+    return " ".join(part for part in (subset.caption_prefix, caption, subset.caption_suffix) if part)
+
+
+def _with_choices(caption: str, rng: Random) -> str:
+    """Replace each ``{a|b}`` by one of its alternatives; ``{{`` and ``}}`` stand for braces."""
+    return _CHOICE.sub(lambda match: match[0][0] if match[1] is None else _one_of(match[1].split("|"), rng), caption)
+
+
+_CHOICE = re.compile(r"\{\{|\}\}|\{([^{}]+)\}")
+
+
+def _one_of(alternatives: Sequence[str], rng: Random) -> str:
+    return alternatives[int(rng.random() * len(alternatives))]
+
+
+def _tags(caption: str, subset: SubsetSpec) -> _Tags:
+    def split(text: str) -> list[str]:
+        return [tag.strip() for tag in text.split(subset.caption_separator)]
+
+    mark = subset.keep_tokens_separator
+    if mark and mark in caption:
+        first, free, *last = caption.split(mark, 2)
+        return _Tags(*([tag for tag in split(part) if tag] for part in (first, free, "".join(last))))
+    tags = split(caption)
+    return _Tags(tags[: subset.keep_tokens], tags[subset.keep_tokens :], [])
+
+
+def _tags_so_far(count: int, subset: SubsetSpec, moment: Moment) -> int:
+    """Return how many of ``count`` tags the warm-up of tags allows by now; it grows linearly."""
+    length = subset.token_warmup_step
+    if 0 < length < 1:
+        length = math.floor(length * (moment.total_steps or 0))
+    if moment.step >= length:
+        return count
+    least = subset.token_warmup_min
+    return max(0, math.floor(moment.step * (count - least) / length) + least)
+
+
+def _without_marks(caption: str, subset: SubsetSpec) -> str:
+    """Turn the marks that a caption still holds into separators of tags: they were never meant as words."""
+    if subset.keep_tokens_separator and subset.keep_tokens_separator in caption:
+        parts = (part.strip().strip(subset.caption_separator) for part in caption.split(subset.keep_tokens_separator))
+        caption = f"{subset.caption_separator} ".join(part.strip() for part in parts if part.strip())
+    if subset.secondary_separator:
+        caption = caption.replace(subset.secondary_separator, subset.caption_separator)
+    return caption
 
 
 def shuffled(items: Sequence[Item], rng: Random) -> list[Item]:
@@ -107,19 +194,35 @@ def shuffled(items: Sequence[Item], rng: Random) -> list[Item]:
 
 
 def possible_captions(images: Iterable[Captioned]) -> set[str] | None:
-    """Return every caption that training can ask for, or None where shuffling makes them too many to list."""
+    """Return every caption that training can ask for, or None where varying makes them too many to list."""
     captions: set[str] = set()
     for image in images:
-        subset = image.subset
-        caption = image.captions[0] if image.captions else ""
-        if subset.shuffle_caption and caption.count(",") > subset.keep_tokens:
+        if _varies(image):
             return None
-        if subset.shuffle_caption:
-            caption = ", ".join(tag.strip() for tag in caption.split(","))
-        captions.add(caption)
-        if subset.caption_dropout_rate > 0:
+        subset = image.subset
+        # What does not vary needs no chance; dropping is added below.
+        certain = replace(subset, caption_dropout_rate=0.0, caption_dropout_every_n_epochs=0)
+        captions.add(caption_for(_Certain(image.captions, certain), Random(0)))
+        if subset.caption_dropout_rate > 0 or subset.caption_dropout_every_n_epochs:
             captions.add("")
     return captions
+
+
+@dataclass(frozen=True)
+class _Certain:
+    captions: tuple[str, ...]
+    subset: SubsetSpec
+
+
+def _varies(image: Captioned) -> bool:
+    """Whether an image can have more captions than one and none."""
+    subset = image.subset
+    caption = _framed(image.captions[0] if image.captions else "", subset)
+    if subset.enable_wildcard and (len(image.captions) > 1 or "{" in caption):
+        return True
+    free = _tags(caption, subset).free
+    some_go = subset.caption_tag_dropout_rate > 0 or subset.token_warmup_step > 0
+    return (some_go and bool(free) and free != [""]) or (subset.shuffle_caption and len(free) > 1)
 
 
 def tag_counts(captions: Iterable[str]) -> dict[str, int]:

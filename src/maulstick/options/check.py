@@ -130,7 +130,8 @@ RANGES: dict[str, _Range] = {
     "loraplus_text_encoder_lr_ratio": _ABOVE_ZERO,
     "train_batch_size": _ONE_OR_MORE,
     "keep_tokens": _ZERO_OR_MORE,
-    "caption_dropout_rate": _CHANCE,
+    **dict.fromkeys(("caption_dropout_rate", "caption_tag_dropout_rate"), _CHANCE),
+    **dict.fromkeys(("caption_dropout_every_n_epochs", "token_warmup_min", "token_warmup_step"), _ZERO_OR_MORE),
     "min_bucket_reso": _ONE_OR_MORE,
     "max_bucket_reso": _ONE_OR_MORE,
     "bucket_reso_steps": _Range("a multiple of 8, at least 8", lambda value: value >= 8 and value % 8 == 0),
@@ -330,8 +331,12 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
 
     # A dataset description may switch these on for its own datasets, whatever the options say.
     if data.dataset_config is None:
-        if not data.shuffle_caption:
-            yield from line(set_otherwise("keep_tokens"), "without shuffle_caption")
+        varying = data.shuffle_caption or data.caption_tag_dropout_rate or data.token_warmup_step
+        if not varying:
+            kept = set_otherwise("keep_tokens", "keep_tokens_separator", "caption_separator")
+            yield from line(kept, "without shuffle_caption, caption_tag_dropout_rate or token_warmup_step")
+        if not data.token_warmup_step:
+            yield from line(set_otherwise("token_warmup_min"), "without token_warmup_step")
         if not data.enable_bucket:
             buckets = set_otherwise("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale")
             yield from line(buckets, "without enable_bucket")

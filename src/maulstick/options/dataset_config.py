@@ -8,12 +8,23 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from maulstick.errors import OptionError, nearest_name_hint
+from maulstick.options.dataset_values import (
+    Check,
+    boolean,
+    extension,
+    fraction_or_steps,
+    separator,
+    share,
+    size,
+    text,
+    whole_number,
+)
 from maulstick.options.schema import DatasetOptions
 
 
@@ -36,6 +47,16 @@ class SubsetSpec:
     shuffle_caption: bool = False
     keep_tokens: int = 0
     caption_dropout_rate: float = 0.0
+    caption_dropout_every_n_epochs: int = 0
+    caption_tag_dropout_rate: float = 0.0
+    caption_prefix: str | None = None
+    caption_suffix: str | None = None
+    caption_separator: str = ","
+    keep_tokens_separator: str = ""
+    secondary_separator: str | None = None
+    enable_wildcard: bool = False
+    token_warmup_min: int = 1
+    token_warmup_step: float = 0.0
     flip_aug: bool = False
     image_dir_note: str | None = None
 
@@ -162,93 +183,48 @@ def _folder_subset(folder: Path, defaults: Mapping[str, Any], *, is_reg: bool) -
 
 # ---------------------------------------------------------------------------------------- values and their checks
 
-_Check = Callable[[Any], Any]
-"""Return the value as the spec holds it, or raise ValueError with what was expected."""
-
-
-def _boolean(value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError("true or false (without quotes)")
-    return value
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise ValueError("text in quotes")
-    return value
-
-
-def _whole_number(at_least: int) -> _Check:
-    def check(value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < at_least:
-            raise ValueError(f"a whole number of at least {at_least} (without quotes)")
-        return value
-
-    return check
-
-
-def _share(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
-        raise ValueError("a number from 0 to 1 (without quotes)")
-    return float(value)
-
-
-def _size(value: Any) -> tuple[int, int]:
-    sides = value if isinstance(value, list | tuple) else [value, value]
-    if len(sides) != 2 or any(isinstance(side, bool) or not isinstance(side, int) or side < 1 for side in sides):
-        raise ValueError("a whole number such as 512, or [width, height] such as [512, 768]")
-    return sides[0], sides[1]
-
-
-def _extension(value: Any) -> str:
-    text = _text(value).strip()
-    if text in ("", "."):
-        raise ValueError('a file extension such as ".txt"')
-    return text if text.startswith(".") else f".{text}"
-
-
-_DATASET_KEYS: dict[str, _Check] = {
-    "resolution": _size,
-    "batch_size": _whole_number(1),
-    "enable_bucket": _boolean,
-    "min_bucket_reso": _whole_number(1),
-    "max_bucket_reso": _whole_number(1),
-    "bucket_reso_steps": _whole_number(1),
-    "bucket_no_upscale": _boolean,
+_DATASET_KEYS: dict[str, Check] = {
+    "resolution": size,
+    "batch_size": whole_number(1),
+    "enable_bucket": boolean,
+    "min_bucket_reso": whole_number(1),
+    "max_bucket_reso": whole_number(1),
+    "bucket_reso_steps": whole_number(1),
+    "bucket_no_upscale": boolean,
 }
-_SUBSET_KEYS: dict[str, _Check] = {
-    "num_repeats": _whole_number(0),
-    "class_tokens": _text,
-    "caption_extension": _extension,
-    "shuffle_caption": _boolean,
-    "keep_tokens": _whole_number(0),
-    "caption_dropout_rate": _share,
-    "flip_aug": _boolean,
+_SUBSET_KEYS: dict[str, Check] = {
+    "num_repeats": whole_number(0),
+    "class_tokens": text,
+    "caption_extension": extension,
+    "shuffle_caption": boolean,
+    "keep_tokens": whole_number(0),
+    "caption_dropout_rate": share,
+    "caption_dropout_every_n_epochs": whole_number(0),
+    "caption_tag_dropout_rate": share,
+    "caption_prefix": text,
+    "caption_suffix": text,
+    "caption_separator": separator,
+    "keep_tokens_separator": text,
+    "secondary_separator": text,
+    "enable_wildcard": boolean,
+    "token_warmup_min": whole_number(0),
+    "token_warmup_step": fraction_or_steps,
+    "flip_aug": boolean,
 }
-_OWN_SUBSET_KEYS: dict[str, _Check] = {"image_dir": _text, "is_reg": _boolean}
+_OWN_SUBSET_KEYS: dict[str, Check] = {"image_dir": text, "is_reg": boolean}
 
 _NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "alpha_mask": ("loss masked by the alpha channel", (False,)),
     "cache_info": ("a file with image sizes and captions, kept between runs", (False,)),
-    "caption_dropout_every_n_epochs": ("whole epochs with empty captions", (0,)),
-    "caption_prefix": ("text put before every caption", ("",)),
-    "caption_separator": ("another separator of tags than the comma", (",",)),
-    "caption_suffix": ("text put after every caption", ("",)),
-    "caption_tag_dropout_rate": ("leaving out single tags at random", (0,)),
     "color_aug": ("random changes of colour", (False,)),
     "conditioning_data_dir": ("control images for ControlNet", ()),
     "custom_attributes": ("free attributes of a subset", ({},)),
-    "enable_wildcard": ("random alternatives inside a caption", (False,)),
     "face_crop_aug_range": ("random crops around faces", ()),
-    "keep_tokens_separator": ("a mark between fixed and shuffled tags", ("",)),
     "metadata_file": ("captions and tags from one JSON file", ()),
     "network_multiplier": ("another strength of the network for one dataset", (1,)),
     "random_crop": ("crops at random places", (False,)),
     "resize_interpolation": ("another filter for resizing", ()),
-    "secondary_separator": ("a mark between tags that stay together", ("",)),
     "skip_image_resolution": ("leaving out images below a size", ()),
-    "token_warmup_min": ("growing the number of tags in the first steps", (0, 1)),
-    "token_warmup_step": ("growing the number of tags in the first steps", (0,)),
     "validation_seed": ("the seed of the validation split", ()),
     "validation_split": ("holding images back for validation", (0,)),
 }
@@ -260,12 +236,16 @@ def _command_line_values(options: DatasetOptions) -> dict[str, Any]:
     values |= {"batch_size": options.train_batch_size, "resolution": parse_resolution(options.resolution)}
     shown_names = {"batch_size": "train_batch_size"}
     checks = _DATASET_KEYS | _SUBSET_KEYS
-    values = {name: _checked(value, checks[name], shown_names.get(name, name)) for name, value in values.items()}
+    values = {
+        name: _checked(value, checks[name], shown_names.get(name, name))
+        for name, value in values.items()
+        if value is not None
+    }
     _check_limits(values, "")
     return values
 
 
-def _checked(value: Any, check: _Check, shown_name: str) -> Any:
+def _checked(value: Any, check: Check, shown_name: str) -> Any:
     try:
         return check(value)
     except ValueError as expected:
@@ -345,7 +325,7 @@ def _tables(parent: Mapping[str, Any], key: str, where: str) -> list[dict[str, A
     return tables
 
 
-def _checked_table(table: Mapping[str, Any], allowed: Mapping[str, _Check], where: str) -> dict[str, Any]:
+def _checked_table(table: Mapping[str, Any], allowed: Mapping[str, Check], where: str) -> dict[str, Any]:
     values = {}
     for key, value in table.items():
         if value is None:

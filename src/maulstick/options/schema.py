@@ -117,8 +117,28 @@ class DatasetOptions:
     """Shuffle the comma-separated tags of a caption each time it is used."""
     keep_tokens: int = 0
     """Number of tags at the start that shuffling leaves in place."""
+    keep_tokens_separator: str = ""
+    """Mark in captions: what stands before it (and after a second one) is left in place, instead of keep_tokens."""
+    secondary_separator: str | None = None
+    """Mark between tags that are shuffled and dropped as one; it becomes caption_separator."""
+    caption_separator: str = ","
+    """What stands between the tags of a caption."""
+    caption_prefix: str | None = None
+    """Text put before every caption."""
+    caption_suffix: str | None = None
+    """Text put after every caption."""
+    enable_wildcard: bool = False
+    """Choose one of {red|green|blue} in captions each time, and one line of captions that have several."""
     caption_dropout_rate: float = 0.0
     """Chance (0 to 1) to train an image with an empty caption."""
+    caption_dropout_every_n_epochs: int = 0
+    """Train every n-th epoch with empty captions; 0 trains none so."""
+    caption_tag_dropout_rate: float = 0.0
+    """Chance (0 to 1) to leave out each tag that is not kept in place."""
+    token_warmup_min: int = 1
+    """Number of tags at the first step of token_warmup_step."""
+    token_warmup_step: float = 0.0
+    """Use more and more tags until this step (a fraction below 1: of all steps); 0 uses all at once."""
     enable_bucket: bool = False
     """Sort images into buckets by aspect ratio instead of cropping all to one size."""
     min_bucket_reso: int = 256

@@ -103,17 +103,7 @@ _NETWORK: dict[str, NoEffect | Refused | Renamed] = {
 
 _DATA: dict[str, NoEffect | Refused | Renamed] = {
     "caption_extention": Renamed("caption_extension"),
-    "caption_separator": _later("another separator of tags than the comma", default=","),
-    "keep_tokens_separator": _later("a mark between fixed and shuffled tags", default=""),
-    "secondary_separator": _later("a mark between tags that stay together"),
-    "enable_wildcard": _later("random alternatives inside a caption", default=False),
     "weighted_captions": _later("weighting words of a caption", default=False),
-    "caption_prefix": _later("text put before every caption"),
-    "caption_suffix": _later("text put after every caption"),
-    "caption_tag_dropout_rate": _later("leaving out single tags at random", default=0.0),
-    "caption_dropout_every_n_epochs": _later("whole epochs with empty captions", default=0),
-    "token_warmup_step": _later("growing the number of tags in the first steps", default=0),
-    "token_warmup_min": NoEffect("only used with token_warmup_step", 1),
     "color_aug": _later("random changes of colour", default=False),
     "random_crop": _later("cropping at random places", default=False),
     "face_crop_aug_range": _later("random crops around faces"),

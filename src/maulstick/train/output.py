@@ -167,6 +167,8 @@ class LoraOutput:
             "max_token_length": o.model.max_token_length if o.model.max_token_length > 75 else None,
             "cache_latents": o.dataset.cache_latents,
             "caption_dropout_rate": o.dataset.caption_dropout_rate,
+            "caption_dropout_every_n_epochs": o.dataset.caption_dropout_every_n_epochs,
+            "caption_tag_dropout_rate": o.dataset.caption_tag_dropout_rate,
             "prior_loss_weight": o.dataset.prior_loss_weight,
             "min_snr_gamma": o.objective.min_snr_gamma,
             "noise_offset": o.objective.noise_offset,

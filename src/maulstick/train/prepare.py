@@ -12,6 +12,7 @@ import torch
 
 from maulstick.adapters.kinds import adapter_kind
 from maulstick.data.batches import BatchSchedule
+from maulstick.data.captions import whole_caption
 from maulstick.data.findings import Finding, Severity, names
 from maulstick.data.index import build_index
 from maulstick.data.records import DatasetIndex
@@ -73,8 +74,10 @@ def prepare(
     index = _read_images(specs, family, console)
     index = replace(index, findings=(*index.findings, *long_captions(index, family, options.model.max_token_length)))
     targets, start_weights, rates = choose_targets(family, options)
-    batches = BatchSchedule(index, seed, rank=rank, world=world)
+    accumulation = options.run.gradient_accumulation_steps
+    batches = BatchSchedule(index, seed, rank=rank, world=world, accumulation=accumulation)
     plan = make_plan(loaded, family, index, batches, targets, rates, seed=seed)
+    batches.total_steps = plan.total_steps
     # Names and rates are refused here, before minutes of caching, not when the optimizer is built.
     check_optimizer(
         options.optimizer.optimizer_type,
@@ -103,8 +106,9 @@ def _read_images(specs: Any, family: Family, console: RunConsole) -> DatasetInde
 
 def long_captions(index: DatasetIndex, family: Family, limit: int) -> list[Finding]:
     """Name the images whose captions have more tokens than are used."""
-    counted = {caption: family.count_tokens(caption) for record in index.records for caption in record.captions[:1]}
-    paths = tuple(record.path for record in index.records if record.captions and counted[record.captions[0]] > limit)
+    captions = {record.record_id: whole_caption(record) for record in index.records}
+    counted = {caption: family.count_tokens(caption) for caption in captions.values()}
+    paths = tuple(record.path for record in index.records if counted[captions[record.record_id]] > limit)
     if not paths:
         return []
     longest = max(counted.values())
@@ -127,8 +131,7 @@ def make_plan(
     """Put together everything that is known before the first step."""
     options = loaded.options
     kind = adapter_kind(options.network)
-    accumulation = options.run.gradient_accumulation_steps
-    steps_per_epoch = -(-batches.batches_per_epoch // accumulation)
+    steps_per_epoch = batches.steps_per_epoch
     total_steps, epochs = length_of_training(options, steps_per_epoch)
     summaries = summarize(index)
     denoiser = family.denoiser_naming.component
@@ -147,7 +150,7 @@ def make_plan(
         folders=_folder_rows(summaries),
         buckets=_bucket_rows(summaries),
         batch_size=max(summary.batch_size for summary in summaries),
-        gradient_accumulation_steps=accumulation,
+        gradient_accumulation_steps=batches.accumulation,
         processes=batches.world,
         batches_per_epoch=batches.batches_in_all,
         steps_per_epoch=steps_per_epoch,

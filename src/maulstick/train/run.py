@@ -182,8 +182,9 @@ class TrainingRun:
     def _leave_out_excluded(self, prepared: Prepared, latents: LatentSource) -> None:
         """Images that have no finite latents are out: count and plan anew."""
         prepared.index = latents.index
-        prepared.batches = type(prepared.batches)(
-            latents.index, prepared.seed, rank=prepared.batches.rank, world=prepared.batches.world
+        before = prepared.batches
+        prepared.batches = type(before)(
+            latents.index, prepared.seed, rank=before.rank, world=before.world, accumulation=before.accumulation
         )
         prepared.plan = make_plan(
             self.loaded,
@@ -195,6 +196,7 @@ class TrainingRun:
             seed=prepared.seed,
         )
         plan = prepared.plan
+        prepared.batches.total_steps = plan.total_steps
         self.console.say(f"without them: {plan.images} images, {plan.train_images} per epoch, {plan.total_steps} steps")
 
     def _with_progress(self, title: str, work: Callable[[Progress], Result]) -> Result:
