@@ -163,7 +163,7 @@ class TrainingLoop:
         """
         parts = self.parts
         # Reseeding makes every draw of this micro-batch, dropout included, a function of its place in the run.
-        torch.manual_seed(derive_seed(parts.seed, "dropout", step, place, parts.accelerator.process_index))
+        torch.manual_seed(derive_seed(parts.seed, "dropout", *self._draw_place(step, place)))
         loss = self.forward(batch, latents, self.noise_generator(step, place), only).sum() / images
         if not loss.requires_grad:
             # module_dropout left every module out; the gradient is zero, but there must be one.
@@ -172,8 +172,16 @@ class TrainingLoop:
 
     def noise_generator(self, step: int, place: int) -> torch.Generator:
         """Return what this process draws noise and timesteps of a micro-batch from, on the CPU."""
-        at = (step, place, self.parts.accelerator.process_index)
-        return torch.Generator().manual_seed(derive_seed(self.parts.seed, "noise", *at))
+        return torch.Generator().manual_seed(derive_seed(self.parts.seed, "noise", *self._draw_place(step, place)))
+
+    def _draw_place(self, step: int, place: int) -> tuple[int, int, int]:
+        """Say where a micro-batch of this process stands in the run, however many processes share the window.
+
+        Two processes of two micro-batches draw what one process of four does. The last number was the process once; it
+        stays, so that a seed goes on giving the same draws.
+        """
+        accelerator = self.parts.accelerator
+        return step, place * accelerator.num_processes + accelerator.process_index, 0
 
     def forward(
         self, batch: MicroBatch, latents: Tensor, generator: torch.Generator, only: Sequence[int] | None = None
