@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
 NetworkType = Literal["lora", "dora", "loha", "lokr", "oft"]
+WeightingScheme = Literal["logit_normal", "uniform", "none", "mode", "sigma_sqrt", "cosmap"]
 
 
 @Parameter(name="*", group=Group.create_ordered("Model"))
@@ -31,6 +32,16 @@ class ModelOptions:
     """Take the text states from this layer, counted from the end (1 = last, 2 = one before it)."""
     max_token_length: Literal[75, 150, 225] = 75
     """Longest caption, in tokens; longer ones are cut and reported."""
+    clip_l: str | None = None
+    """SD3: file of the first text encoder (CLIP-L), for a model file without one or instead of its own."""
+    clip_g: str | None = None
+    """SD3: file of the second text encoder (CLIP-G), in the same way."""
+    t5xxl: str | None = None
+    """SD3: the third text encoder (T5): a file, or a diffusers folder with text_encoder_3 and tokenizer_3."""
+    no_t5xxl: Annotated[bool, Parameter(negative=())] = False
+    """SD3: leave T5 out even if it is there, which saves 9 GB; the model was trained to do without it at times."""
+    t5xxl_max_token_length: int | None = None
+    """SD3: longest caption for T5, in tokens; 256 without it. CLIP always reads 75."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Network (what is trained)"))
@@ -70,6 +81,8 @@ class NetworkOptions:
     """Rank of each block for 3x3 convolutions, as many numbers."""
     conv_block_alphas: str | None = None
     """Scale numerator of each block for 3x3 convolutions, as many numbers."""
+    train_block_indices: str | None = None
+    """SD3: blocks that get a LoRA: all, none, or numbers and ranges such as 0-5,8; the others get none."""
     loraplus_lr_ratio: float | None = None
     """LoRA+: learning rate of the up factors as a multiple of that of the down factors; 16 is the paper's value."""
     loraplus_unet_lr_ratio: float | None = None
@@ -250,6 +263,16 @@ class ObjectiveOptions:
     """Limit the weight of nearly clean timesteps (min-SNR); 5 is the paper's value."""
     noise_offset: float | None = None
     """Add a per-channel offset to the noise, of this standard deviation, to reach dark and bright images."""
+    weighting_scheme: WeightingScheme | None = None
+    """SD3: how timesteps are drawn and weighed: logit_normal (the default), uniform, none, mode, sigma_sqrt, cosmap."""
+    logit_mean: float | None = None
+    """SD3: mean of logit_normal (0); above 0 noisier timesteps are drawn more often."""
+    logit_std: float | None = None
+    """SD3: standard deviation of logit_normal (1)."""
+    mode_scale: float | None = None
+    """SD3: how far mode moves from uniform (1.29)."""
+    training_shift: float | None = None
+    """SD3: moves drawn timesteps towards noise; without it the model's own (3), 1 leaves them where they are."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Gradient guardian"))
