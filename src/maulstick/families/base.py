@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,7 @@ class Family(ABC):
         latent_channels: channels of a latent.
         native_size: side in pixels of the square images the model was made for.
         size_multiple: pixels that the sides of a picture are a multiple of; ``vae_scale`` or more.
+        network_module: what sd-scripts calls its network for LoRA.
         token_limits: what ``max_token_length`` may be.
         sampler_names: samplers that draw with it.
         notes: what the user should know about the model as it was found.
@@ -80,6 +81,7 @@ class Family(ABC):
     vae_scale: int
     latent_channels: int
     native_size: int
+    network_module: str = "networks.lora"
     token_limits: Sequence[int] = (75, 150, 225)
     sampler_names: Sequence[str] = get_args(Sampler)
     notes: Sequence[str]
@@ -163,6 +165,10 @@ class Family(ABC):
     @abstractmethod
     def loss_weights(self, timesteps: Tensor, min_snr_gamma: float | None) -> Tensor:
         """Return one weight per image, shape (B,)."""
+
+    def objective_metadata(self) -> Mapping[str, Any]:
+        """Return what sd-scripts writes about noise and loss of this family alone, by the name without ``ss_``."""
+        return {}
 
     @abstractmethod
     def predict(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:

@@ -201,8 +201,8 @@ def _refuse_other_latents(vae: JsonObject, source: ModelSource, path: str) -> No
     latent, wanted = vae.get("latent_channels", 4), source.denoiser.config.get("in_channels", 4)
     if latent != wanted:
         raise OptionError(
-            f"--vae {path} makes latents with {latent} channels, but the denoiser of --pretrained_model_name_or_path takes "
-            f"{wanted}. Use a VAE for that kind of model."
+            f"--vae {path} makes latents with {latent} channels, but the denoiser of --pretrained_model_name_or_path "
+            f"takes {wanted}. Use a VAE for that kind of model."
         )
     scale, wanted = (config.get("scaling_factor", 0.18215) for config in (vae, source.vae.config))
     if scale != wanted:

@@ -61,6 +61,7 @@ class StableDiffusion3(LatentFamily):
     denoiser_title = "transformer"
     prediction_type = "flow_prediction"
     key_names = SD3_KEY_NAMES
+    network_module = "networks.lora_sd3"
     token_limits = (_CLIP_BODY,)
     sampler_names = (_SAMPLER,)
     _setup: SD3Setup
@@ -154,6 +155,18 @@ class StableDiffusion3(LatentFamily):
 
     def check_objective(self, objective: ObjectiveOptions) -> None:
         refuse_noise_options(objective, self.name)
+
+    def objective_metadata(self) -> Mapping[str, Any]:
+        flow = self.flow
+        return {
+            "weighting_scheme": flow.scheme,
+            "logit_mean": flow.logit_mean,
+            "logit_std": flow.logit_std,
+            "mode_scale": flow.mode_scale,
+            "training_shift": flow.shift,
+            "apply_lg_attn_mask": False,
+            "apply_t5_attn_mask": False,
+        }
 
     def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:
         return self.flow.sample_timesteps(count, generator)

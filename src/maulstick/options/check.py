@@ -52,6 +52,7 @@ def check_train_options(
     _check_rates(options)
     _check_data(options)
     check_schedule(options.schedule)
+    _check_flow(options)
     _check_samples(options)
     return [*guard_config(options)[1], *_leftovers(options, given)]
 
@@ -155,6 +156,11 @@ RANGES: dict[str, _Range] = {
     "lr_scheduler_min_lr_ratio": _SHARE,
     "lr_scheduler_timescale": _ONE_OR_MORE,
     "min_snr_gamma": _ABOVE_ZERO,
+    "t5xxl_max_token_length": _ONE_OR_MORE,
+    "logit_mean": _Range("a number", lambda value: True),
+    "logit_std": _ABOVE_ZERO,
+    "mode_scale": _Range("from -1 to 1.75, where the density stays one", lambda value: -1 <= value <= 1.75),
+    "training_shift": _ABOVE_ZERO,
     "noise_offset": _ZERO_OR_MORE,
     **dict.fromkeys(("rescue_after", "rescue_every", "rescue_keep", "rescue_limit"), _ONE_OR_MORE),
     "rescue_lr_factor": _Range("above 0 and at most 1", lambda value: 0 < value <= 1),
@@ -188,10 +194,10 @@ def _contradiction(first: str, second: str, explanation: str) -> OptionError:
 
 def _check_network(options: TrainOptions, given: Collection[str]) -> None:
     network = options.network
-    if network.network_module != "networks.lora":
+    if network.network_module not in ("networks.lora", "networks.lora_sd3"):
         said = NETWORK_MODULES.get(network.network_module, "there is no such network")
         raise OptionError(
-            f"network_module = {network.network_module}: {said}. Remove network_module or set it to networks.lora, and "
+            f"network_module = {network.network_module}: {said}. Remove network_module, and "
             "choose with network_type what is trained: lora, dora, loha, lokr or oft."
         )
     if network.network_train_unet_only and network.network_train_text_encoder_only:
@@ -304,6 +310,18 @@ def _check_data(options: TrainOptions) -> None:
             )
 
 
+def _check_flow(options: TrainOptions) -> None:
+    """Numbers of a weighting scheme need that scheme."""
+    objective = options.objective
+    scheme = objective.weighting_scheme or "logit_normal"
+    for name, wanted in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
+        if getattr(objective, name) is not None and scheme != wanted:
+            raise OptionError(
+                f"{name} is given, but weighting_scheme = {scheme} does not use it. Set weighting_scheme = {wanted}, "
+                f"or remove {name}."
+            )
+
+
 def _check_samples(options: TrainOptions) -> None:
     sample = options.sample
     if sample.sample_prompts is None:
@@ -374,7 +392,8 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
     if network.network_train_unet_only:
         yield from line(set_otherwise("loraplus_text_encoder_lr_ratio"), "with network_train_unet_only")
     if network.network_train_text_encoder_only:
-        of_unet = ("conv_dim", "conv_alpha", "block_lr", *PART_WEIGHTS, *BLOCK_RANKS, "loraplus_unet_lr_ratio")
+        by_block = ("block_lr", *PART_WEIGHTS, *BLOCK_RANKS, "train_block_indices")
+        of_unet = ("conv_dim", "conv_alpha", *by_block, "loraplus_unet_lr_ratio")
         yield from line(set_otherwise(*of_unet), "with network_train_text_encoder_only")
     elif not _unet_rate(options):
         yield "A learning rate of 0 for the UNet: it is not trained, and not in the file."

@@ -38,7 +38,7 @@ class ModelOptions:
     """SD3: file of the second text encoder (CLIP-G), in the same way."""
     t5xxl: str | None = None
     """SD3: the third text encoder (T5): a file, or a diffusers folder with text_encoder_3 and tokenizer_3."""
-    no_t5xxl: Annotated[bool, Parameter(negative=())] = False
+    no_t5xxl: bool = False
     """SD3: leave T5 out even if it is there, which saves 9 GB; the model was trained to do without it at times."""
     t5xxl_max_token_length: int | None = None
     """SD3: longest caption for T5, in tokens; 256 without it. CLIP always reads 75."""
