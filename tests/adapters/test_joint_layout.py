@@ -160,7 +160,7 @@ def test_names_that_sd3_does_not_have_are_nowhere() -> None:
 
 def test_peft_names_would_mix_up_the_text_encoders(tmp_path: Path) -> None:
     file = read_adapter(kohya_file(tmp_path / "own.safetensors"))
-    with pytest.raises(ModelError, match="do not tell the text encoders of Stable Diffusion 3 apart"):
+    with pytest.raises(ModelError, match=r"do not tell the text encoders of Stable Diffusion 3 apart"):
         layout_tensors(dict(file.modules), file.family, layout="peft")
     unet = {name: module for name, module in file.modules.items() if name.startswith("lora_unet")}
     save_layout(tmp_path / "peft", layout_tensors(unet, file.family, layout="peft"), {}, layout="peft")
@@ -204,5 +204,5 @@ def test_wrong_selections_are_refused(text: str, said: str) -> None:
 
 
 def test_selection_needs_one_row_of_blocks() -> None:
-    with pytest.raises(OptionError, match="no single row of numbers.*block_lr = down=0"):
+    with pytest.raises(OptionError, match=r"no single row of numbers.*block_lr = down=0"):
         parse_block_selection("0-3", SD_BLOCKS)

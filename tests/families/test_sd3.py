@@ -190,7 +190,7 @@ def test_what_cannot_be_used_is_refused(path: Any, options: dict[str, Any], said
 def test_an_incomplete_folder_is_named(tmp_path: Path) -> None:
     folder = shutil.copytree(sd3_folder(with_t5=False), tmp_path / "model")
     shutil.rmtree(folder / "tokenizer_2")
-    with pytest.raises(ModelError, match="it lacks tokenizer_2. A diffusers folder for SD3 has"):
+    with pytest.raises(ModelError, match=r"it lacks tokenizer_2. A diffusers folder for SD3 has"):
         load(folder)
 
 
@@ -416,5 +416,5 @@ def test_options_of_another_kind_of_noise_are_refused(folder: Any, objective: di
 def test_only_a_flow_sampler_draws(family: Family) -> None:
     assert family.sampler_names == ("euler",)
     assert family.pipeline("euler").scheduler.config.shift == 3.0
-    with pytest.raises(OptionError, match="'ddim' does not fit SD3.5 medium, which follows a flow. Use euler"):
+    with pytest.raises(OptionError, match=r"'ddim' does not fit SD3.5 medium, which follows a flow. Use euler"):
         family.pipeline("ddim")
