@@ -187,6 +187,19 @@ def test_what_cannot_be_used_is_refused(path: Any, options: dict[str, Any], said
         load(path(), **files)
 
 
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["joint_blocks.0.x_block.attn.qkv.weight"], "is an SD3 transformer alone"),
+        (["model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight"], "has no VAE"),
+    ],
+)
+def test_a_part_of_a_file_is_called_what_it_is(tmp_path: Path, names: list[str], said: str) -> None:
+    save_file({name: torch.zeros(3, 1) for name in names}, tmp_path / "part.safetensors")
+    with pytest.raises(ModelError, match=said):
+        load(tmp_path / "part.safetensors")
+
+
 def test_an_incomplete_folder_is_named(tmp_path: Path) -> None:
     folder = shutil.copytree(sd3_folder(with_t5=False), tmp_path / "model")
     shutil.rmtree(folder / "tokenizer_2")

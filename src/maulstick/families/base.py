@@ -96,8 +96,7 @@ class Family(ABC):
         To be called before an adapter is planned or put on. What the denoiser computes does not change.
         """
 
-    @abstractmethod
-    def check_objective(self, objective: ObjectiveOptions) -> None:
+    def check_objective(self, objective: ObjectiveOptions) -> None:  # noqa: B027 (a family may train with all of them)
         """Refuse options about noise and loss that mean nothing for this family (``OptionError``)."""
 
     @property
