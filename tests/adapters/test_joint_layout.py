@@ -36,6 +36,8 @@ def kohya_file(path: Path) -> Path:
         if name.startswith("joint_blocks") and tensor.ndim == 2
     }
     shapes["lora_te1_text_model_encoder_layers_0_mlp_fc1"] = (128, 64)
+    # diffusers takes an encoder's part for no LoRA where it has no attention.
+    shapes["lora_te1_text_model_encoder_layers_0_self_attn_v_proj"] = (64, 64)
     shapes["lora_te2_text_model_encoder_layers_3_self_attn_q_proj"] = (128, 128)
     for name, (rows, columns) in shapes.items():
         tensors[f"{name}.lora_down.weight"] = torch.randn(RANK, columns, generator=generator)
@@ -57,7 +59,7 @@ def assert_same(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> Non
 
 def test_our_own_form_is_read_as_it_is(tmp_path: Path) -> None:
     file = read_adapter(kohya_file(tmp_path / "own.safetensors"))
-    assert (file.family.kind, file.layout, len(file.modules)) == ("sd3", "kohya", 31)
+    assert (file.family.kind, file.layout, len(file.modules)) == ("sd3", "kohya", 32)
     assert {module.rank for module in file.modules.values()} == {RANK}
 
 
@@ -70,8 +72,10 @@ def test_diffusers_form_changes_the_pipeline_by_the_same(tmp_path: Path) -> None
     )
     base = {name: t.clone() for name, t in pipeline.transformer.state_dict().items()}
     pipeline.load_lora_weights(str(tmp_path), weight_name="theirs.safetensors", adapter_name="it")
+    layer = pipeline.text_encoder.text_model.encoder.layers[0]
     text = {
-        "lora_te1_text_model_encoder_layers_0_mlp_fc1": pipeline.text_encoder.text_model.encoder.layers[0].mlp.fc1,
+        "lora_te1_text_model_encoder_layers_0_self_attn_v_proj": layer.self_attn.v_proj,
+        "lora_te1_text_model_encoder_layers_0_mlp_fc1": layer.mlp.fc1,
         "lora_te2_text_model_encoder_layers_3_self_attn_q_proj": (
             pipeline.text_encoder_2.text_model.encoder.layers[3].self_attn.q_proj
         ),

@@ -67,7 +67,7 @@ def test_a_merged_checkpoint_has_the_change_of_every_module(lora: Path, tmp_path
         old, new = (network.get_submodule(path).weight for network in networks)
         torch.testing.assert_close(new - old, 0.5 * delta_weight(module), rtol=1e-4, atol=1e-5)
         changed += 1
-    assert changed == 31
+    assert changed == 32
     untouched = ("context_embedder.weight", "pos_embed.proj.weight", "transformer_blocks.0.attn2.norm_q.weight")
     for name in untouched:
         assert torch.equal(after.denoiser.state_dict()[name], before.denoiser.state_dict()[name])
@@ -86,8 +86,8 @@ def test_every_form_draws_with_the_same_change(lora: Path, tmp_path: Path) -> No
     first, second = apply_loras(
         family, [parse_lora_choice(f"{lora}:0.5:te=0.25"), parse_lora_choice(f"{tmp_path / 'theirs.safetensors'}:-0.5")]
     )
-    assert (first.modules, second.modules, first.unmatched) == (31, 31, ())
-    assert first.modules_by_place == {"block.0": 12, "block.1": 10, "block.2": 7, "BASE": 2}
+    assert (first.modules, second.modules, first.unmatched) == (32, 32, ())
+    assert first.modules_by_place == {"block.0": 12, "block.1": 10, "block.2": 7, "BASE": 3}
     noisy, times = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([500.0])
     generator = torch.Generator().manual_seed(1)
     text = {
@@ -98,7 +98,7 @@ def test_every_form_draws_with_the_same_change(lora: Path, tmp_path: Path) -> No
     # What the one adds the other takes away again.
     torch.testing.assert_close(family.predict(noisy, times, text), plain, rtol=1e-3, atol=1e-3)
     (alone,) = apply_loras(again := load(sd3_folder(with_t5=False)), [parse_lora_choice(f"{lora}:0.5")])
-    assert alone.modules == 31
+    assert alone.modules == 32
     merged = load(merge(sd3_folder(with_t5=False), tmp_path / "merged", lora, 0.5))
     expected = merged.predict(noisy, times, text)
     torch.testing.assert_close(again.predict(noisy, times, text), expected, rtol=1e-3, atol=1e-3)
@@ -109,7 +109,7 @@ def test_inspect_counts_by_joint_block(lora: Path) -> None:
     facts = inspect_lora(lora)
     assert (facts.family, facts.layout) == ("Stable Diffusion 3", "kohya")
     assert {block.block: block.modules for block in facts.blocks} == {
-        "TE1": 1,
+        "TE1": 2,
         "TE2": 1,
         "joint 00": 12,
         "joint 01": 10,

@@ -88,6 +88,7 @@ def separated_module(name: str, weights: LoraWeights) -> dict[Location, LoraWeig
     paths = separate_paths(location.path)
     up = swapped_halves(weights.up) if has_swapped_rows(name, change_shape(weights)) else weights.up
     return {
-        Location(location.component, path): weights._replace(up=part)
+        # Copies: writers of files refuse tensors that share memory.
+        Location(location.component, path): weights._replace(down=weights.down.clone(), up=part.clone())
         for path, part in zip(paths, up.chunk(len(paths)), strict=True)
     }

@@ -205,9 +205,7 @@ class StableDiffusion3(LatentFamily):
             from diffusers import FlowMatchEulerDiscreteScheduler, StableDiffusion3Pipeline
 
         if sampler not in self.sampler_names:
-            raise OptionError(
-                f"Sampler '{sampler}' cannot draw with {self.name}, which follows a flow: use {_SAMPLER}."
-            )
+            raise OptionError(f"Sampler '{sampler}' does not fit {self.name}, which follows a flow. Use {_SAMPLER}.")
         encoders: dict[str, Any] = {_T5: None, **self.text_encoders}
         pipeline = StableDiffusion3Pipeline(
             transformer=self.denoiser,
