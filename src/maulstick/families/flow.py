@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from maulstick.options.objective import USUAL_SCHEME
 from maulstick.options.schema import ObjectiveOptions
 
 LENGTH = 1000
@@ -32,7 +33,7 @@ class FlowSchedule:
         def given(value: float | None, usual: float) -> float:
             return usual if value is None else value
 
-        self.scheme = objective.weighting_scheme or "logit_normal"
+        self.scheme = objective.weighting_scheme or USUAL_SCHEME
         self.logit_mean = given(objective.logit_mean, 0.0)
         self.logit_std = given(objective.logit_std, 1.0)
         self.mode_scale = given(objective.mode_scale, _USUAL_MODE_SCALE)

@@ -14,6 +14,7 @@ from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.dataset_config import parse_resolution
 from maulstick.options.network_types import check_network_type
+from maulstick.options.objective import check_objective
 from maulstick.options.schedules import check_schedule, schedule_leftovers
 from maulstick.options.schema import TrainOptions, flat_values
 from maulstick.options.sd_scripts_table import NETWORK_MODULES
@@ -52,7 +53,7 @@ def check_train_options(
     _check_rates(options)
     _check_data(options)
     check_schedule(options.schedule)
-    _check_flow(options)
+    check_objective(options.objective)
     _check_samples(options)
     return [*guard_config(options)[1], *_leftovers(options, given)]
 
@@ -136,8 +137,7 @@ RANGES: dict[str, _Range] = {
     "max_bucket_reso": _ONE_OR_MORE,
     "bucket_reso_steps": _Range("a multiple of 8, at least 8", lambda value: value >= 8 and value % 8 == 0),
     "prior_loss_weight": _ZERO_OR_MORE,
-    "save_every_n_epochs": _ONE_OR_MORE,
-    "save_every_n_steps": _ONE_OR_MORE,
+    **dict.fromkeys(("save_every_n_epochs", "save_every_n_steps"), _ONE_OR_MORE),
     **dict.fromkeys(("save_last_n_epochs", "save_last_n_steps"), _ZERO_OR_MORE),
     **dict.fromkeys(("save_last_n_epochs_state", "save_last_n_steps_state"), _ZERO_OR_MORE),
     "initial_epoch": _ZERO_OR_MORE,
@@ -155,12 +155,10 @@ RANGES: dict[str, _Range] = {
     "lr_scheduler_power": _ABOVE_ZERO,
     "lr_scheduler_min_lr_ratio": _SHARE,
     "lr_scheduler_timescale": _ONE_OR_MORE,
-    "min_snr_gamma": _ABOVE_ZERO,
+    **dict.fromkeys(("min_snr_gamma", "logit_std", "training_shift"), _ABOVE_ZERO),
     "t5xxl_max_token_length": _ONE_OR_MORE,
     "logit_mean": _Range("a number", lambda value: True),
-    "logit_std": _ABOVE_ZERO,
     "mode_scale": _Range("from -1 to 1.75, where the density stays one", lambda value: -1 <= value <= 1.75),
-    "training_shift": _ABOVE_ZERO,
     "noise_offset": _ZERO_OR_MORE,
     **dict.fromkeys(("rescue_after", "rescue_every", "rescue_keep", "rescue_limit"), _ONE_OR_MORE),
     "rescue_lr_factor": _Range("above 0 and at most 1", lambda value: 0 < value <= 1),
@@ -307,18 +305,6 @@ def _check_data(options: TrainOptions) -> None:
                 f"{name} = {getattr(data, name)}",
                 f"resolution = {data.resolution}",
                 "the size of training must lie between min_bucket_reso and max_bucket_reso. Change one of them.",
-            )
-
-
-def _check_flow(options: TrainOptions) -> None:
-    """Numbers of a weighting scheme need that scheme."""
-    objective = options.objective
-    scheme = objective.weighting_scheme or "logit_normal"
-    for name, wanted in (("logit_mean", "logit_normal"), ("logit_std", "logit_normal"), ("mode_scale", "mode")):
-        if getattr(objective, name) is not None and scheme != wanted:
-            raise OptionError(
-                f"{name} is given, but weighting_scheme = {scheme} does not use it. Set weighting_scheme = {wanted}, "
-                f"or remove {name}."
             )
 
 
