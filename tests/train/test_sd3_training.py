@@ -24,6 +24,7 @@ from maulstick.options.schema import ModelOptions
 from maulstick.pictures.drawing import draw_pictures
 from maulstick.pictures.prompts import Prompt
 from maulstick.tools.generate import generate
+from maulstick.train.attention_logits import LogitMeter
 from maulstick.train.choice import Choice, choose_targets
 from maulstick.train.events import read_events
 from maulstick.train.run import TrainingRun
@@ -119,6 +120,9 @@ def test_fp16_with_loss_scale_and_guard_stays_finite(make_sd3_run, tmp_path) -> 
     assert any("T5 is kept in bf16" in notice for notice in prepared.plan.notices)
     tensors = load_file(run.train().path)
     assert prepared.family.denoiser.dtype == torch.float16
+    # T5 would drop a tenth of its states in training mode.
+    assert set(run.loop.parts.trainee.networks) == {"denoiser", "text_encoder", "text_encoder_2"}
+    assert not prepared.family.text_encoders["text_encoder_3"].training
     assert all(torch.isfinite(tensor).all() for tensor in tensors.values())
     assert sum(tensor.any().item() for name, tensor in tensors.items() if name.endswith("up.weight")) == 29 + 264
     steps = steps_of(tmp_path / "out")
@@ -137,6 +141,24 @@ def test_cached_text_states_change_nothing_under_dropout(make_sd3_run) -> None:
     assert known.prepare().family.encoders_on_device() == frozenset()
     without = make_sd3_run(*t5, "--no_t5xxl", *arguments, output="without")
     assert data_hash(without.train().path) != plain
+
+
+def test_attention_logits_are_watched_where_nothing_bounds_them() -> None:
+    seen = []
+    for joined in (False, True):
+        options = ModelOptions(pretrained_model_name_or_path=str(sd3_folder(with_t5=False, qk_norm=False)))
+        family = load_family(options, device="cpu", dtype=torch.float32)
+        if joined:
+            family.prepare_for_adapters()
+        meter = LogitMeter({"transformer": family.denoiser})
+        text = {"encoder_hidden_states": torch.ones(1, 9, 256), "pooled_projections": torch.ones(1, 160)}
+        with meter.watching(), torch.no_grad():
+            family.predict(torch.ones(1, 16, 8, 8), torch.tensor([500.0]), text)
+        seen.append(meter.largest())
+    (apart, where), (together, same) = seen
+    assert together == pytest.approx(apart, rel=1e-4)
+    assert where == same
+    assert where.startswith("transformer.transformer_blocks.")
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
