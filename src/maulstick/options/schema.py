@@ -74,7 +74,7 @@ class NetworkOptions:
     block_lr_zero_threshold: float | None = None
     """Weights that are not above this count as 0; a block of weight 0 gets no LoRA."""
     block_dims: str | None = None
-    """Rank of each block: 25 whole numbers (SDXL 23), 0 for none."""
+    """Rank of each block: 25 whole numbers (SDXL 23, SD3 one for each), 0 for none."""
     block_alphas: str | None = None
     """Scale numerator of each block, as many numbers."""
     conv_block_dims: str | None = None
@@ -104,7 +104,7 @@ class NetworkOptions:
     dim_from_weights: bool = False
     """Take ranks and alphas from network_weights instead of network_dim and network_alpha."""
     network_train_unet_only: bool = False
-    """Train the UNet's LoRA only."""
+    """Train the LoRA of the UNet (or of SD3's transformer) only."""
     network_train_text_encoder_only: bool = False
     """Train the text encoder's LoRA only."""
     scale_weight_norms: float | None = None
@@ -215,13 +215,13 @@ class OptimizerOptions:
     learning_rate: float = 1e-4
     """Learning rate of all that has no rate of its own."""
     unet_lr: float | None = None
-    """Learning rate of the UNet's LoRA."""
+    """Learning rate of the LoRA of the UNet (or of SD3's transformer)."""
     text_encoder_lr: list[float] | None = None
-    """Learning rate of the text encoder's LoRA; for SDXL one value for both text encoders, or two."""
+    """Learning rate of the text encoder's LoRA; for SDXL and SD3 one value for both, or two."""
     text_encoder_lr1: float | None = None
-    """Learning rate of the first text encoder's LoRA (of SDXL: CLIP-L) alone."""
+    """Learning rate of the first text encoder's LoRA (of SDXL, SD3: CLIP-L) alone."""
     text_encoder_lr2: float | None = None
-    """Learning rate of the second text encoder's LoRA (of SDXL: OpenCLIP bigG) alone."""
+    """Learning rate of the second text encoder's LoRA (of SDXL, SD3: CLIP-G) alone."""
     optimizer_type: str = "AdamW"
     """Optimizer; `maulstick optimizers` lists them."""
     optimizer_args: list[str] = field(default_factory=list)
