@@ -27,6 +27,7 @@ from maulstick.tools.generate import generate
 from maulstick.train.attention_logits import LogitMeter
 from maulstick.train.choice import Choice, choose_targets
 from maulstick.train.events import read_events
+from maulstick.train.preflight_model import fp16_on_overflowing_family, noise_without_signal
 from maulstick.train.run import TrainingRun
 from tests.sd3_models import sd3_file, sd3_folder
 
@@ -212,6 +213,19 @@ def test_choices_that_the_model_does_not_have_are_refused(choose, arguments, sai
 def test_options_that_mean_nothing_are_refused(make_sd3_run, arguments, said) -> None:
     with pytest.raises(OptionError, match=said):
         make_sd3_run(*arguments).prepare()
+
+
+def test_check_names_weights_that_make_spikes_and_fp16_without_norms(make_sd3_run) -> None:
+    def codes(*arguments: str) -> set[str]:
+        prepared = make_sd3_run(*UNET_ONLY, *arguments).prepare()
+        return {found.code for found in (*noise_without_signal(prepared), *fp16_on_overflowing_family(prepared))}
+
+    assert codes("--mixed_precision", "fp16") == set()
+    assert codes("--weighting_scheme", "sigma_sqrt") == {"loss_weights_far_apart"}
+    assert codes("--weighting_scheme", "cosmap") == set()
+    medium = ("--pretrained_model_name_or_path", str(sd3_folder(with_t5=False, qk_norm=False)))
+    assert codes(*medium, "--mixed_precision", "fp16") == {"fp16_overflows"}
+    assert codes(*medium, "--mixed_precision", "bf16") == set()
 
 
 def test_another_models_network_module_is_refused(make_run, make_sd3_run) -> None:
