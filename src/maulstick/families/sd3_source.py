@@ -107,7 +107,7 @@ def _open_file(file: WeightFile, options: ModelOptions) -> ModelSource:
             f"{file.path} is an SD3 transformer alone. A whole checkpoint (names begin with {UNET_PREFIX} and "
             f"{VAE_PREFIX}) or a diffusers folder is needed."
         )
-    transformer = transformer_weights(file)
+    vae, transformer = _vae(file, options), transformer_weights(file)
     encoders = {
         name: _encoder_in_file(file, name, prefix)
         for name, prefix in TEXT_PREFIXES.items()
@@ -117,7 +117,7 @@ def _open_file(file: WeightFile, options: ModelOptions) -> ModelSource:
         path=file.path,
         kind="sd3",
         denoiser=Component(fit_joint_transformer(shipped_config(MODEL, "transformer"), transformer), transformer),
-        vae=_vae(file, options),
+        vae=vae,
         text_encoders=encoders,
         tokenizer_folders=dict.fromkeys(("text_encoder", "text_encoder_2"), TOKENIZER_FOLDER),
         scheduler_config=shipped_config(MODEL, "scheduler"),
