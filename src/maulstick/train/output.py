@@ -80,7 +80,8 @@ class LoraOutput:
             v2=self.family.base_model_version.startswith("sd_v2"),
             network_dim=_common([component.rank for component in plan.components]),
             network_alpha=_common([component.alpha for component in plan.components]),
-            network_module=kind.network_module,
+            network_module=self.family.network_module if kind.algorithm is None else kind.network_module,
+            further=self.family.objective_metadata(),
             network_args={**kind.metadata(), **given_arguments} or None,
             network_dropout=o.network.network_dropout,
             output_name=o.run.output_name,
@@ -89,7 +90,7 @@ class LoraOutput:
                 date=datetime.now().astimezone().replace(microsecond=0, tzinfo=None).isoformat(),
                 implementation_version=f"maulstick/{__version__}",
                 resolution=plan.resolution,
-                prediction_type="v" if self.family.prediction_type == "v_prediction" else "epsilon",
+                prediction_type=_PREDICTIONS.get(self.family.prediction_type),
                 encoder_layer=o.model.clip_skip,
             ),
             base_model=self._base_model_facts(),
@@ -174,6 +175,10 @@ class LoraOutput:
             "noise_offset": o.objective.noise_offset,
             "scale_weight_norms": o.network.scale_weight_norms,
         }
+
+
+_PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
+"""What ``modelspec.prediction_type`` knows."""
 
 
 def _common(values: Sequence[int | float | None]) -> Any:
