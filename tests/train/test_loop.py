@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from maulstick.options.objective_schema import ObjectiveOptions
 from maulstick.train.events import read_events
 from maulstick.train.objective import draw_noise
 from maulstick.train.seeds import derive_seed
@@ -131,8 +132,8 @@ def test_gradients_are_clipped_to_max_grad_norm(make_run):
 
 def test_noise_offset_shifts_whole_channels():
     latents = torch.zeros(400, 4, 8, 8)
-    plain = draw_noise(latents, None, torch.Generator().manual_seed(0))
-    shifted = draw_noise(latents, 0.5, torch.Generator().manual_seed(0))
+    plain = draw_noise(latents, ObjectiveOptions(), torch.Generator().manual_seed(0))
+    shifted = draw_noise(latents, ObjectiveOptions(noise_offset=0.5), torch.Generator().manual_seed(0))
     offset = (shifted - plain)[:, :, 0, 0]
     assert torch.allclose(shifted - plain, offset[:, :, None, None].expand_as(plain), atol=1e-6)
     assert float(offset.std()) == pytest.approx(0.5, rel=0.05)

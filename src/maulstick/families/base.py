@@ -161,6 +161,13 @@ class Family(ABC):
     def target(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """Return what the denoiser should predict."""
 
+    def signal_to_noise(self, timesteps: Tensor) -> Tensor | None:
+        """Return the ratio of the variances of image and noise in each noisy input, fp32; None where none is defined.
+
+        Only a family that has it can be trained with the options that weigh timesteps by it.
+        """
+        return None
+
     @abstractmethod
     def loss_weights(self, timesteps: Tensor, min_snr_gamma: float | None) -> Tensor:
         """Return one weight per image, shape (B,)."""

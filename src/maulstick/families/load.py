@@ -57,6 +57,8 @@ def load_family(
     else:
         _refuse_sd3_options(path, recognised, options)
         source, predicts_v = _open_source(file or path, kind, options)
+        if objective is not None and objective.zero_terminal_snr:
+            source = replace(source, scheduler_config={**source.scheduler_config, "rescale_betas_zero_snr": True})
     if options.vae:
         vae = open_vae(Path(options.vae).expanduser(), source.kind)
         _refuse_other_latents(vae.config, source, options.vae)
@@ -92,6 +94,7 @@ def load_family(
                 dtype=dtype,
                 vae_dtype=vae_dtype or of_unet.usual_vae_dtype(dtype),
                 gradient_checkpointing=gradient_checkpointing,
+                objective=objective,
             ),
         )
     if objective is not None:

@@ -8,6 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from maulstick.errors import OptionError
+from maulstick.options.objective_schema import ObjectiveOptions
+
 PredictionType = Literal["epsilon", "v_prediction"]
 
 
@@ -19,15 +22,32 @@ class NoiseSchedule:
         prediction_type: what the denoiser predicts: the noise n, or v = sqrt(a_t) n - sqrt(1 - a_t) x (Salimans and Ho
             2022, appendix D).
         device: where timesteps usually are.
+        objective: limits of the timesteps that are drawn, and whether the schedule is to end in pure noise (Lin et al.
+            2023, algorithm 1).
+
+    Raises:
+        OptionError: no timestep lies between the limits.
     """
 
     def __init__(
-        self, scheduler_config: Mapping[str, Any], prediction_type: PredictionType, device: torch.device
+        self,
+        scheduler_config: Mapping[str, Any],
+        prediction_type: PredictionType,
+        device: torch.device,
+        objective: ObjectiveOptions | None = None,
     ) -> None:
         from diffusers import DDPMScheduler
 
         self.prediction_type = prediction_type
         self.alphas_cumprod: Tensor = DDPMScheduler.from_config(dict(scheduler_config)).alphas_cumprod.to(device)
+        lowest = (objective and objective.min_timestep) or 0
+        beyond = (objective and objective.max_timestep) or self.length
+        if not 0 <= lowest < beyond <= self.length:
+            raise OptionError(
+                f"min_timestep = {lowest}, max_timestep = {beyond}: expected a smaller and a larger number from 0 to "
+                f"{self.length}, the number of this model's timesteps."
+            )
+        self._drawn = lowest, beyond
 
     @property
     def length(self) -> int:
@@ -36,7 +56,12 @@ class NoiseSchedule:
 
     def sample_timesteps(self, count: int, generator: torch.Generator) -> Tensor:
         """Return ``count`` uniformly drawn timesteps, long, on the generator's device."""
-        return torch.randint(0, self.length, (count,), generator=generator, device=generator.device)
+        return torch.randint(*self._drawn, (count,), generator=generator, device=generator.device)
+
+    def signal_to_noise(self, timesteps: Tensor) -> Tensor:
+        """Return a_t / (1 - a_t) of each timestep, fp32."""
+        kept = self.alphas_cumprod.to(timesteps.device)[timesteps]
+        return kept / (1 - kept)
 
     def add_noise(self, latents: Tensor, noise: Tensor, timesteps: Tensor) -> Tensor:
         """Return x_t, in the dtype of the latents."""
@@ -58,8 +83,7 @@ class NoiseSchedule:
         """
         if min_snr_gamma is None:
             return torch.ones(timesteps.shape, device=timesteps.device)
-        kept = self.alphas_cumprod.to(timesteps.device)[timesteps]
-        snr = kept / (1 - kept)
+        snr = self.signal_to_noise(timesteps)
         limited = snr.clamp(max=min_snr_gamma)
         if self.prediction_type == "v_prediction":
             return limited / (snr + 1)

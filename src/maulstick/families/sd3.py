@@ -22,7 +22,7 @@ from maulstick.families.objective import refuse_noise_options
 from maulstick.families.recognise import JsonObject
 from maulstick.families.source import Component, ModelSource
 from maulstick.families.t5_text import build_t5, load_t5_tokenizer, t5_dtype, t5_states, t5_tokens
-from maulstick.options.schema import ObjectiveOptions
+from maulstick.options.objective_schema import ObjectiveOptions
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline

@@ -14,10 +14,10 @@ from maulstick.families.base import AdapterNaming
 from maulstick.families.clip_text import chunked_tokens
 from maulstick.families.latent_family import LatentFamily, ModelSetup
 from maulstick.families.noise import NoiseSchedule, PredictionType
-from maulstick.families.objective import refuse_flow_options
+from maulstick.families.objective import refuse_flow_options, refuse_other_prediction
 from maulstick.families.recognise import JsonObject
 from maulstick.families.source import ModelSource
-from maulstick.options.schema import ObjectiveOptions
+from maulstick.options.objective_schema import ObjectiveOptions
 
 if TYPE_CHECKING:
     from diffusers import SchedulerMixin
@@ -33,11 +33,13 @@ class UnetSetup(ModelSetup):
         prediction_type: what the UNet predicts.
         clip_skip: layer that text states are taken from, counted from the end; None for the family's usual one.
         max_token_length: 75, 150 or 225.
+        objective: which timesteps are drawn.
     """
 
     prediction_type: PredictionType
     clip_skip: int | None
     max_token_length: int
+    objective: ObjectiveOptions | None = None
 
 
 class UnetFamily(LatentFamily):
@@ -55,7 +57,7 @@ class UnetFamily(LatentFamily):
     def __init__(self, source: ModelSource, setup: UnetSetup) -> None:
         self.prediction_type = setup.prediction_type
         self.denoiser_naming = _UNET_NAMING
-        self.noise = NoiseSchedule(source.scheduler_config, setup.prediction_type, setup.device)
+        self.noise = NoiseSchedule(source.scheduler_config, setup.prediction_type, setup.device, setup.objective)
         super().__init__(source, setup)
 
     def _new_denoiser(self, config: JsonObject) -> nn.Module:
@@ -83,6 +85,10 @@ class UnetFamily(LatentFamily):
 
     def check_objective(self, objective: ObjectiveOptions) -> None:
         refuse_flow_options(objective, self.name)
+        refuse_other_prediction(objective, self.name, self.prediction_type)
+
+    def signal_to_noise(self, timesteps: Tensor) -> Tensor:
+        return self.noise.signal_to_noise(timesteps)
 
     def loss_weights(self, timesteps: Tensor, min_snr_gamma: float | None) -> Tensor:
         return self.noise.loss_weights(timesteps, min_snr_gamma)

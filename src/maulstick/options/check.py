@@ -14,7 +14,7 @@ from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.dataset_config import parse_resolution
 from maulstick.options.network_types import check_network_type
-from maulstick.options.objective import check_objective
+from maulstick.options.objective import check_objective, objective_leftovers
 from maulstick.options.schedules import check_schedule, schedule_leftovers
 from maulstick.options.schema import TrainOptions, flat_values
 from maulstick.options.sd_scripts_table import NETWORK_MODULES
@@ -160,7 +160,10 @@ RANGES: dict[str, _Range] = {
     "t5xxl_max_token_length": _ONE_OR_MORE,
     "logit_mean": _Range("a number", lambda value: True),
     "mode_scale": _Range("from -1 to 1.75, where the density stays one", lambda value: -1 <= value <= 1.75),
-    "noise_offset": _ZERO_OR_MORE,
+    **dict.fromkeys(("noise_offset", "min_timestep", "v_pred_like_loss", "multires_noise_discount"), _ZERO_OR_MORE),
+    "multires_noise_iterations": _Range("from 1 to 20", lambda value: 1 <= value <= 20),
+    **dict.fromkeys(("ip_noise_gamma", "huber_c", "huber_scale"), _ABOVE_ZERO),
+    "max_timestep": _ONE_OR_MORE,
     **dict.fromkeys(("rescue_after", "rescue_every", "rescue_keep", "rescue_limit"), _ONE_OR_MORE),
     "rescue_lr_factor": _Range("above 0 and at most 1", lambda value: 0 < value <= 1),
     "rescue_lr_restore_after": _ZERO_OR_MORE,
@@ -375,6 +378,7 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         names = ["sample_prompts", *set_otherwise("sample_sampler")]
         yield from line(names, "without sample_every_n_steps, sample_every_n_epochs or sample_at_first")
     yield from schedule_leftovers(options.schedule, given)
+    yield from objective_leftovers(options.objective, given)
     if network.conv_block_dims is not None:
         yield from line(set_otherwise("conv_dim"), "with conv_block_dims")
     if not (network.block_lr or any(getattr(network, name) is not None for name in PART_WEIGHTS)):

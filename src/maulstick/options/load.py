@@ -39,6 +39,11 @@ ZERO_MEANS_OFF = frozenset(
         "max_train_epochs",
         "min_snr_gamma",
         "noise_offset",
+        "adaptive_noise_scale",
+        "multires_noise_iterations",
+        "ip_noise_gamma",
+        "v_pred_like_loss",
+        "min_timestep",
         "sample_every_n_steps",
         "sample_every_n_epochs",
     }

@@ -11,10 +11,11 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
+from maulstick.options.objective_schema import ObjectiveOptions
+
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
 NetworkType = Literal["lora", "dora", "loha", "lokr", "oft"]
-WeightingScheme = Literal["logit_normal", "uniform", "none", "mode", "sigma_sqrt", "cosmap"]
 
 
 @Parameter(name="*", group=Group.create_ordered("Model"))
@@ -276,25 +277,6 @@ class ScheduleOptions:
     """Time scale of inverse_sqrt in steps; without it the length of the warm-up."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Objective"))
-@dataclass(frozen=True, kw_only=True)
-class ObjectiveOptions:
-    min_snr_gamma: float | None = None
-    """Limit the weight of nearly clean timesteps (min-SNR); 5 is the paper's value."""
-    noise_offset: float | None = None
-    """Add a per-channel offset to the noise, of this standard deviation, to reach dark and bright images."""
-    weighting_scheme: WeightingScheme | None = None
-    """SD3: how timesteps are drawn and weighed: logit_normal (the default), uniform, none, mode, sigma_sqrt, cosmap."""
-    logit_mean: float | None = None
-    """SD3: mean of logit_normal (0); above 0 noisier timesteps are drawn more often."""
-    logit_std: float | None = None
-    """SD3: standard deviation of logit_normal (1)."""
-    mode_scale: float | None = None
-    """SD3: how far mode moves from uniform (1.29)."""
-    training_shift: float | None = None
-    """SD3: moves drawn timesteps towards noise; without it the model's own (3), 1 leaves them where they are."""
-
-
 @Parameter(name="*", group=Group.create_ordered("Gradient guardian"))
 @dataclass(frozen=True, kw_only=True)
 class GuardOptions:
@@ -386,7 +368,7 @@ class TrainOptions:
     guard: GuardOptions = GuardOptions()
     rescue: RescueOptions = RescueOptions()
     autopsy: AutopsyOptions = AutopsyOptions()
-    objective: ObjectiveOptions = ObjectiveOptions()
+    objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     sample: SampleOptions = SampleOptions()
     log: LogOptions = LogOptions()
 

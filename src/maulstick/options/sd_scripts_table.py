@@ -64,7 +64,6 @@ def _later(what: str, **details: Any) -> Refused:
 _WITH_WANDB = OnlyWith("log_with", ("wandb", "all"), "only used with W&B")
 _WITH_TRACKER = OnlyWith("log_with", ("tensorboard", "wandb", "all"), "only used with log_with")
 _WITH_LOG_FOLDER = OnlyWith("logging_dir", (), "only used with logging_dir")
-_WITH_OFFSET = OnlyWith("noise_offset", (), "only used with noise_offset")
 
 _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
     "tokenizer_cache_dir": NoEffect("the tokenizer files ship with Maulstick"),
@@ -159,25 +158,6 @@ _OPTIMIZER: dict[str, NoEffect | Refused | Renamed] = {
     "use_lion_optimizer": Refused("use optimizer_type = Lion", False),
 }
 
-_OBJECTIVE: dict[str, NoEffect | Refused | Renamed] = {
-    "noise_offset_random_strength": _later("a random noise offset", default=False, only_with=_WITH_OFFSET),
-    "adaptive_noise_scale": _later("a noise offset that depends on the latents", also_off=(0,)),
-    "multires_noise_iterations": _later("multi-resolution noise", also_off=(0,)),
-    "multires_noise_discount": NoEffect("only used with multires_noise_iterations", 0.3, (0,)),
-    "ip_noise_gamma": _later("noise on the noisy input", also_off=(0,)),
-    "ip_noise_gamma_random_strength": NoEffect("only used with ip_noise_gamma", False),
-    "zero_terminal_snr": _later("a noise schedule that ends in pure noise", default=False),
-    "min_timestep": _later("a lowest timestep", also_off=(0,)),
-    "max_timestep": _later("a highest timestep", also_off=(1000,)),
-    "loss_type": _later("another loss than l2", default="l2"),
-    "huber_schedule": NoEffect("only used with loss_type = huber or smooth_l1", "snr"),
-    "huber_c": NoEffect("only used with loss_type = huber or smooth_l1", 0.1),
-    "huber_scale": NoEffect("only used with loss_type = huber or smooth_l1", 1.0),
-    "scale_v_pred_loss_like_noise_pred": _later("weighting v-prediction like noise prediction", default=False),
-    "v_pred_like_loss": _later("weighting noise prediction like v-prediction", also_off=(0,)),
-    "debiased_estimation_loss": _later("debiased weighting of the loss", default=False),
-}
-
 _LOG: dict[str, NoEffect | Refused | Renamed] = {
     "log_prefix": _later("a prefix of log folders", only_with=_WITH_LOG_FOLDER),
     "log_tracker_name": _later("naming the tracker's project", only_with=_WITH_TRACKER),
@@ -227,7 +207,6 @@ SD_SCRIPTS_OPTIONS: Mapping[str, NoEffect | Refused | Renamed] = {
     **_DATA,
     **_RUN,
     **_OPTIMIZER,
-    **_OBJECTIVE,
     **_LOG,
     **_SDXL_AND_SD3,
     **_KOHYA_SS,

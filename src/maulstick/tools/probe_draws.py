@@ -183,4 +183,4 @@ class LossBench:
 
     def _noise(self, draw: Draw) -> Tensor:
         generator = torch.Generator().manual_seed(draw.noise_seed)
-        return draw_noise(draw.image.latents, self.objective.noise_offset, generator)
+        return draw_noise(draw.image.latents, self.objective, generator)

@@ -18,7 +18,7 @@ from maulstick.autopsy import Direction, Report, Sample, bisect_batch, examine
 from maulstick.autopsy.examination import healthy_loss
 from maulstick.data.batches import BatchItem, MicroBatch
 from maulstick.files_io import atomic_write, set_aside
-from maulstick.train.objective import make_noisy
+from maulstick.train.objective import loss_weights, make_noisy
 from maulstick.train.watchers import WindowDone, networks_of
 
 if TYPE_CHECKING:
@@ -217,7 +217,7 @@ def _drawn(loop: TrainingLoop, latents: Tensor, step: int, place: int) -> dict[s
     return {
         "timesteps": noisy.timesteps.tolist(),
         "zero_terminal_snr": bool((signal == 0).any()),
-        "loss_weights": family.loss_weights(noisy.timesteps, objective.min_snr_gamma).float().tolist(),
+        "loss_weights": loss_weights(family, noisy.timesteps, objective).tolist(),
     }
 
 
@@ -228,6 +228,7 @@ def _run_facts(parts: LoopParts) -> dict[str, Any]:
         "prediction_type": parts.family.prediction_type,
         "mixed_precision": options.run.mixed_precision,
         "min_snr_gamma": options.objective.min_snr_gamma,
+        "debiased_estimation_loss": options.objective.debiased_estimation_loss,
         "optimizer_type": options.optimizer.optimizer_type,
         "cached_latents": options.dataset.cache_latents,
         "cached_text_states": options.dataset.cache_text_encoder_outputs,

@@ -172,11 +172,18 @@ class LoraOutput:
             "caption_tag_dropout_rate": o.dataset.caption_tag_dropout_rate,
             "prior_loss_weight": o.dataset.prior_loss_weight,
             "min_snr_gamma": o.objective.min_snr_gamma,
-            "noise_offset": o.objective.noise_offset,
+            **{name: getattr(o.objective, name) for name in _OBJECTIVE_FACTS},
+            "debiased_estimation": o.objective.debiased_estimation_loss,
             "scale_weight_norms": o.network.scale_weight_norms,
         }
 
 
+_OBJECTIVE_FACTS = (
+    *("noise_offset", "noise_offset_random_strength", "adaptive_noise_scale"),
+    *("multires_noise_iterations", "multires_noise_discount", "ip_noise_gamma", "ip_noise_gamma_random_strength"),
+    *("zero_terminal_snr", "loss_type", "huber_schedule", "huber_c", "huber_scale"),
+)
+"""Options that the metadata has under their own names."""
 _PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
 """What ``modelspec.prediction_type`` knows."""
 

@@ -14,6 +14,7 @@ from maulstick.data.findings import Finding, Severity, counted, names
 from maulstick.data.latents import read_pixels
 from maulstick.data.records import ImageRecord
 from maulstick.families.base import Family
+from maulstick.train.objective import loss_weights
 from maulstick.train.precision import autocast
 from maulstick.train.prepare import Prepared
 
@@ -56,7 +57,7 @@ def noise_without_signal(prepared: Prepared) -> list[Finding]:
     family, gamma = prepared.family, prepared.options.objective.min_snr_gamma
     timesteps = family.sample_timesteps(_DRAWS_OF_TIMESTEPS, torch.Generator().manual_seed(0)).unique()
     findings = []
-    weights = family.loss_weights(timesteps, gamma).float()
+    weights = loss_weights(family, timesteps, prepared.options.objective)
     bad = timesteps[~torch.isfinite(weights).to(timesteps.device)]
     if len(bad):
         what = f"The loss weight is not finite at timestep {float(bad[0]):g} ({len(bad)} timesteps in all)."
