@@ -191,13 +191,13 @@ def open_vae(path: Path, kind: Kind = "sd1") -> Component:
 
 def _folder_component(folder: Path) -> Component:
     config = read_json(folder / "config.json")
-    file = open_weights(_find_weights(folder, _STEMS))
+    file = open_weights(find_weights(folder, _STEMS))
     return Component(config, _as_named(file).renamed(_current_attention_name))
 
 
 def _folder_text_encoder(folder: Path) -> Component:
     config = read_json(folder / "config.json")
-    file = open_weights(_find_weights(folder, _TEXT_ENCODER_STEMS))
+    file = open_weights(find_weights(folder, _TEXT_ENCODER_STEMS))
     unused = UNUSED_TEXT_TENSORS
     if folder.name == "text_encoder_2":
         unused -= {"text_projection.weight"}
@@ -214,7 +214,8 @@ def _checked_tokenizer(folder: Path) -> Path:
     return folder
 
 
-def _find_weights(folder: Path, stems: Sequence[str]) -> Path:
+def find_weights(folder: Path, stems: Sequence[str]) -> Path:
+    """Return the weight file of a component's folder; full precision before half, safe before pickled."""
     for pattern in _WEIGHT_FILE_NAMES:
         for stem in stems:
             if (folder / pattern.format(stem)).is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,9 +13,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from maulstick.adapters.blocks import BlockMap
-from maulstick.families.base import VAE, AdapterNaming, Family
+from maulstick.adapters.ip_adapter_files import IpAdapterSpec
+from maulstick.families.base import VAE, AdapterNaming, Conditioning, Family
 from maulstick.families.build import build_module
 from maulstick.families.clip_text import caption_ids, chunked_tokens, load_tokenizer
+from maulstick.families.ip_adapter import IpAdapter, Layers
+from maulstick.families.ip_adapter_unet import UnetIpAdapter, make_unet_layers, unet_spec
 from maulstick.families.noise import NoiseSchedule, PredictionType
 from maulstick.families.source import Component, UnetSource
 
@@ -59,6 +63,8 @@ class UnetFamily(Family):
 
     identity_prefix: str
     blocks: BlockMap
+    ip_adapter_encoder = "clip"
+    ip_adapter_types = ("plain", "plus")
 
     def __init__(self, source: UnetSource, setup: UnetSetup) -> None:
         self._source = source
@@ -240,6 +246,22 @@ class UnetFamily(Family):
         from maulstick.families.samplers import make_sampler
 
         return make_sampler(name, {**self._source.scheduler_config, "prediction_type": self.prediction_type})
+
+    # --- image prompts -----------------------------------------------------------------------------------------------
+
+    def ip_adapter_spec(self, kind: str | None, tokens: int | None, feature_width: int) -> IpAdapterSpec:
+        return unet_spec(self.denoiser, kind or "plain", tokens, feature_width)
+
+    def ip_adapter_layers(self, spec: IpAdapterSpec) -> Layers:
+        return make_unet_layers(self.denoiser, spec, with_weights=False)
+
+    def attach_ip_adapter(self, spec: IpAdapterSpec, seed: int = 0) -> IpAdapter:
+        self.ip_adapter = UnetIpAdapter(self.denoiser, spec, seed=seed)
+        return self.ip_adapter
+
+    def image_prompt(self, conditioning: Conditioning, count: int) -> AbstractContextManager[dict[str, Any]]:
+        """Give ``added_cond_kwargs`` of the IP-Adapter for one prediction; nothing without one."""
+        return nullcontext({}) if self.ip_adapter is None else self.ip_adapter.predicting(conditioning, count)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 

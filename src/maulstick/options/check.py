@@ -13,6 +13,7 @@ from maulstick.errors import OptionError
 from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.dataset_config import parse_resolution
+from maulstick.options.ip_adapter import check_ip_adapter
 from maulstick.options.network_types import check_network_type
 from maulstick.options.schedules import check_schedule, schedule_leftovers
 from maulstick.options.schema import TrainOptions, flat_values
@@ -49,6 +50,7 @@ def check_train_options(
     _check_network(options, given)
     _check_blocks(options)
     check_network_type(options.network, given)
+    check_ip_adapter(options, given, with_files=with_files)
     _check_rates(options)
     _check_data(options)
     check_schedule(options.schedule)
@@ -128,6 +130,9 @@ RANGES: dict[str, _Range] = {
     "loraplus_lr_ratio": _ABOVE_ZERO,
     "loraplus_unet_lr_ratio": _ABOVE_ZERO,
     "loraplus_text_encoder_lr_ratio": _ABOVE_ZERO,
+    "ip_adapter_tokens": _ONE_OR_MORE,
+    **dict.fromkeys(("image_dropout_rate", "text_dropout_rate", "image_text_dropout_rate"), _CHANCE),
+    "ip_adapter_scale_warmup_steps": _ZERO_OR_MORE,
     "train_batch_size": _ONE_OR_MORE,
     "keep_tokens": _ZERO_OR_MORE,
     "caption_dropout_rate": _CHANCE,
@@ -150,6 +155,7 @@ RANGES: dict[str, _Range] = {
     "unet_lr": _ZERO_OR_MORE,
     **dict.fromkeys(("text_encoder_lr", *BY_NUMBER), _ZERO_OR_MORE),
     "max_grad_norm": _ZERO_OR_MORE,
+    "ema_decay": _Range("above 0 and below 1", lambda value: 0 < value < 1),
     "lr_scheduler_num_cycles": _ONE_OR_MORE,
     "lr_scheduler_power": _ABOVE_ZERO,
     "lr_scheduler_min_lr_ratio": _SHARE,
@@ -192,7 +198,7 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
         said = NETWORK_MODULES.get(network.network_module, "there is no such network")
         raise OptionError(
             f"network_module = {network.network_module}: {said}. Remove network_module or set it to networks.lora, and "
-            "choose with network_type what is trained: lora, dora, loha, lokr or oft."
+            "choose with network_type what is trained: lora, dora, loha, lokr, oft or ip_adapter."
         )
     if network.network_train_unet_only and network.network_train_text_encoder_only:
         raise _contradiction(

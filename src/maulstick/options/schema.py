@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
-NetworkType = Literal["lora", "dora", "loha", "lokr", "oft"]
+NetworkType = Literal["lora", "dora", "loha", "lokr", "oft", "ip_adapter"]
 
 
 @Parameter(name="*", group=Group.create_ordered("Model"))
@@ -39,7 +39,7 @@ class NetworkOptions:
     network_module: str = "networks.lora"
     """Kind of adapter, as sd-scripts names it; networks.lora is the one there is."""
     network_type: NetworkType = "lora"
-    """What is trained: lora, dora (a LoRA with lengths), loha, lokr, or oft (turns groups of outputs)."""
+    """What is trained: lora, dora (a LoRA with lengths), loha, lokr, oft (turns groups of outputs), or ip_adapter."""
     network_dim: int = 4
     """Rank of the LoRA; of an OFT the largest size of its blocks."""
     network_alpha: float = 1.0
@@ -87,7 +87,7 @@ class NetworkOptions:
     wd_on_output: bool = False
     """DoRA: a length for each output instead of each input: for LyCORIS and diffusers, not ComfyUI and the web UI."""
     network_weights: Path | None = None
-    """LoRA file to start from."""
+    """LoRA or IP-Adapter file to start from."""
     dim_from_weights: bool = False
     """Take ranks and alphas from network_weights instead of network_dim and network_alpha."""
     network_train_unet_only: bool = False
@@ -96,6 +96,31 @@ class NetworkOptions:
     """Train the text encoder's LoRA only."""
     scale_weight_norms: float | None = None
     """Scale a module's update down when its norm exceeds this value (1 is a good start)."""
+
+
+@Parameter(name="*", group=Group.create_ordered("IP-Adapter (network_type = ip_adapter)"))
+@dataclass(frozen=True, kw_only=True)
+class IpAdapterOptions:
+    image_encoder: Path | None = None
+    """Folder of the frozen image encoder: a CLIP vision model with projection, for SD3 a SigLIP one. Required."""
+    ip_adapter_type: Literal["plain", "plus"] | None = None
+    """SD 1.x, 2.x and XL: plain (4 tokens of the whole image) or plus (16 tokens of its parts); plain without this."""
+    ip_adapter_tokens: int | None = None
+    """Tokens that an image becomes; without it 4 (plain, where nothing else is possible), 16 (plus) or 64 (SD3)."""
+    conditioning_data_dir: Path | None = None
+    """Folder of reference images, named as the training images; without it every image is its own reference."""
+    image_dropout_rate: float = 0.05
+    """Chance (0 to 1) to train without the reference image."""
+    text_dropout_rate: float = 0.05
+    """Chance (0 to 1) to train without the caption."""
+    image_text_dropout_rate: float = 0.05
+    """Chance (0 to 1) to train without either; of the three at most one happens to an image."""
+    ip_adapter_scale_warmup_steps: int = 0
+    """Let the scale of the IP-Adapter rise to 1 over so many steps; SD3's starts as the base model only with this."""
+    cache_image_features_to_disk: Annotated[bool, Parameter(negative="--no-cache_image_features_to_disk")] = True
+    """Keep the features of reference images as files beside them."""
+    sample_ip_image: Path | None = None
+    """Reference image of the sample pictures; needed with sample_prompts."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Data"))
@@ -215,6 +240,8 @@ class OptimizerOptions:
     """Further optimizer arguments as key=value, such as weight_decay=0.01 betas=0.9,0.99."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 turns clipping off."""
+    ema_decay: float | None = None
+    """Save and draw with a running average of what trains, of this decay (0.999 to 0.9999)."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Learning-rate schedule"))
@@ -336,6 +363,7 @@ class TrainOptions:
 
     model: ModelOptions = ModelOptions()
     network: NetworkOptions = field(default_factory=NetworkOptions)
+    ip_adapter: IpAdapterOptions = IpAdapterOptions()
     dataset: DatasetOptions = DatasetOptions()
     run: RunOptions = RunOptions()
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)

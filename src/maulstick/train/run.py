@@ -25,12 +25,13 @@ from maulstick.options.load import LoadedOptions
 from maulstick.options.schema import SampleOptions, flat_values
 from maulstick.pictures.picture_files import PictureFacts
 from maulstick.pictures.prompts import Prompt, check_prompts, read_prompts
-from maulstick.train.adapter import attach_adapter, bound_norms
+from maulstick.train.average import weight_average
+from maulstick.train.conditioner import Conditioner
 from maulstick.train.console import RunConsole, make_console
 from maulstick.train.interrupt import StopSignals
 from maulstick.train.loop import LoopParts, LoopState, TrainingLoop
 from maulstick.train.optim import build_optimizer
-from maulstick.train.output import LoraOutput, dataset_facts
+from maulstick.train.output import AdapterOutput, dataset_facts
 from maulstick.train.plan import plan_lines
 from maulstick.train.precision import gradient_scaler
 from maulstick.train.prepare import Prepared, draw_seed, make_plan, must_use_cpu, prepare
@@ -92,6 +93,7 @@ class TrainingRun:
         self.console = console or make_console(self.options.log.console if writes else "quiet")
         self.records = RunRecords(self.options, self._output_dir(), self.console, writes=writes)
         self.prepared: Prepared | None = None
+        self._conditioner: Conditioner | None = None
         self.loop: TrainingLoop | None = None
         self.saver: RunSaver | None = None
         self._prompts: list[Prompt] = []
@@ -134,6 +136,7 @@ class TrainingRun:
         latents = self._latent_source(prepared)
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
+        self._conditioner = self._prepared_conditioner(prepared)
         self.loop = self.build_loop(prepared, latents, guard)
         self._saver().facts = facts
         self._go_on_from(start, self.loop)
@@ -179,6 +182,17 @@ class TrainingRun:
         prepared.family.release_encoders(vae=True, text_encoders=False)
         return latents
 
+    def _prepared_conditioner(self, prepared: Prepared) -> Conditioner:
+        conditioner = self._new_conditioner(prepared)
+        if conditioner.title is not None:
+            # The first process writes the files, the others read them.
+            with self.accelerator.main_process_first():
+                self._with_progress(conditioner.title, conditioner.prepare)
+        return conditioner
+
+    def _new_conditioner(self, prepared: Prepared) -> Conditioner:
+        return prepared.trains.conditioner(self.options, prepared.index, prepared.seed, self._report)
+
     def _leave_out_excluded(self, prepared: Prepared, latents: LatentSource) -> None:
         """Images that have no finite latents are out: count and plan anew."""
         prepared.index = latents.index
@@ -190,8 +204,7 @@ class TrainingRun:
             prepared.family,
             prepared.index,
             prepared.batches,
-            prepared.targets,
-            prepared.rates,
+            prepared.trains,
             seed=prepared.seed,
         )
         plan = prepared.plan
@@ -221,11 +234,13 @@ class TrainingRun:
         """Put the adapter in and build everything that the loop works with; nothing is written."""
         options, family = self.options, prepared.family
         text_trained = any(name in prepared.targets for name in family.text_encoder_naming)
-        text_states = None if text_trained else self._text_states(prepared)
-        adapter = attach_adapter(prepared)
-        for note in adapter.notes:
+        conditioner = self._conditioner or self._new_conditioner(prepared)
+        text_states = None if text_trained else self._text_states(prepared, conditioner)
+        attached = prepared.trains.attach(family, prepared.seed)
+        for note in attached.notes:
             self.console.say(f"note       {note}")
-        optimizer = build_optimizer(options.optimizer.optimizer_type, options.optimizer.optimizer_args, adapter.groups)
+        optimizer = build_optimizer(options.optimizer.optimizer_type, options.optimizer.optimizer_args, attached.groups)
+        has_modes = callable(getattr(optimizer, "train", None))
         trainee: nn.Module = Trainee(
             family, trains_text_encoders=text_trained, precision=options.run.mixed_precision
         ).to(self.accelerator.device)
@@ -233,31 +248,33 @@ class TrainingRun:
             trainee = self.accelerator.prepare_model(trainee)
         if not latents.needs_vae:
             family.release_encoders(vae=True, text_encoders=False)
-        output = LoraOutput(
+        output = AdapterOutput(
             options,
             prepared.plan,
             family,
-            adapter.networks,
+            prepared.trains,
+            attached,
             prepared.seed,
             dataset_facts(prepared),
             self.records.started_at,
         )
         self.saver = RunSaver(prepared, output, self.console, self.records, self.accelerator)
-        guard.know_names(adapter.named_parameters)
+        guard.know_names(attached.named_parameters)
         parts = LoopParts(
             options=options,
             seed=prepared.seed,
             accelerator=self.accelerator,
             family=family,
             trainee=trainee,
-            named_parameters=adapter.named_parameters,
+            named_parameters=attached.named_parameters,
             optimizer=optimizer,
-            optimizer_has_modes=callable(getattr(optimizer, "train", None)),
+            optimizer_has_modes=has_modes,
             scaler=gradient_scaler(self.accelerator.device, options.run.mixed_precision),
             schedule=learning_rate_factor(schedule_settings(options, prepared.plan.total_steps)),
             batches=prepared.batches,
             latents=latents,
             text_states=text_states,
+            conditioner=conditioner,
             guard=guard,
             total_steps=prepared.plan.total_steps,
             console=self.console,
@@ -266,14 +283,20 @@ class TrainingRun:
             save_state=self.saver.save_state,
             save_state_at_end=self.saver.save_state_at_end,
             sample=self._sample if options.sample.sample_prompts is not None else None,
-            after_update=lambda: bound_norms(adapter, options.network.scale_weight_norms),
+            after_update=attached.after_update,
             stop_requested=lambda: None,
+            average=weight_average(
+                options.optimizer.ema_decay,
+                attached.named_parameters,
+                optimizer_has_modes=has_modes,
+                optimizer_type=options.optimizer.optimizer_type,
+            ),
         )
         parts.watchers = build_watchers(parts)
         self.saver.loop = TrainingLoop(parts)
         return self.saver.loop
 
-    def _text_states(self, prepared: Prepared) -> TextStateCache:
+    def _text_states(self, prepared: Prepared, conditioner: Conditioner) -> TextStateCache:
         """Frozen text encoders: every caption is encoded once, before training or when it first comes up."""
         # On the CPU: a cache on the GPU would take the room that training needs.
         states = TextStateCache(prepared.family, device="cpu")
@@ -283,6 +306,7 @@ class TrainingRun:
         if captions is None:
             self.console.say("note       shuffled captions are too many to list: the text encoder stays loaded")
             return states
+        captions |= conditioner.further_captions
         self._with_progress("caching text states", lambda progress: states.encode_all(sorted(captions), progress))
         prepared.family.release_encoders(vae=False, text_encoders=True)
         return states
@@ -357,6 +381,7 @@ class TrainingRun:
                 label=f"{self.options.run.output_name}_{label}",
                 seed=prepared.seed,
                 facts=facts,
+                image_prompt=None if self._conditioner is None else self._conditioner.sample_prompt,
             )
         except SampleError as error:
             self.console.say(f"step {step}: {error}; training goes on")
