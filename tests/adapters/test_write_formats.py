@@ -169,8 +169,8 @@ def test_transformer_families_are_recognised_and_not_renamed(tmp_path):
         file = read_adapter(path)
         assert file.family.kind == kind
         assert set(file.modules) == set(names)
-        with pytest.raises(ModelError, match=r"no known name in the layout 'diffusers'"):
-            layout_tensors(plain_modules(file), file.family, layout="diffusers")
+    with pytest.raises(ModelError, match=r"no known name in the layout 'diffusers'"):
+        layout_tensors(plain, FAMILIES["flux"], layout="diffusers")
     assert block_label(cases["flux"][0], FAMILIES["flux"]) == "double 07"
     save_file(
         {

@@ -34,7 +34,6 @@ def _with_input_channels(channels: int) -> dict[str, torch.Tensor]:
         ({"unet.mid_block.to_q.lora_A.weight": (4, 8)}, "LoRA"),
         ({"lora_unet_x.hada_w1_a": (4, 8)}, "LoRA"),
         ({"conditioner.embedders.0.model.x": (1,), "model.diffusion_model.x": (1,)}, "SDXL refiner"),
-        ({"model.diffusion_model.joint_blocks.0.x_block.attn.qkv.weight": (3, 1)}, "SD3"),
         ({"double_blocks.0.img_attn.qkv.weight": (3, 1), "single_blocks.0.linear1.weight": (1,)}, "FLUX"),
         ({"control_model.input_blocks.0.0.weight": (1,)}, "ControlNet"),
         ({"image_proj.proj.weight": (1,), "ip_adapter.1.to_k_ip.weight": (1,)}, "IP-Adapter"),
@@ -51,7 +50,7 @@ def test_files_of_other_kinds_are_called_what_they_are(
     save_file({name: torch.zeros(shape) for name, shape in tensors.items()}, path)
     with pytest.raises(ModelError, match=said) as raised:
         load(path)
-    assert "an SD 1.x, SD 2.x or SDXL text-to-image model" in str(raised.value)
+    assert "an SD 1.x, SD 2.x, SDXL or SD3 text-to-image model" in str(raised.value)
 
 
 @pytest.mark.parametrize(

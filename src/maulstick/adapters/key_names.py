@@ -126,12 +126,14 @@ class KeyNames:
     """How one family names its modules in LoRA files.
 
     ``prefixes`` maps component -> prefix, ``read_prefixes`` further prefixes that other programs write;
-    ``original_layout`` says whether the UNet is written in the original layout's names.
+    ``original_layout`` says whether the UNet is written in the original layout's names; ``read_by_diffusers`` whether
+    diffusers' loader knows these names.
     """
 
     prefixes: Mapping[str, str]
     read_prefixes: Mapping[str, str]
     original_layout: bool
+    read_by_diffusers: bool = True
 
     def name(self, component: str, path: str) -> str:
         """The module's name in a file, without ``.lora_down.weight``."""

@@ -65,6 +65,24 @@ def inject_lora(
     return lora_modules(root, adapter_name)
 
 
+def add_lora(root: nn.Module, state: Mapping[str, LoraWeights], *, component: str, adapter_name: str) -> None:
+    """Attach a LoRA with these factors, whatever modules of ``root`` they are for; the rest stays as it is.
+
+    Raises ``ModelError`` for a path that ``root`` has no module for, and for factors of other sizes.
+    """
+    modules = dict(root.named_modules())
+    refuse_unknown_paths(state, modules, component)
+    targets = []
+    for path, weights in state.items():
+        found: Any = modules[path]
+        bare = found.get_base_layer() if isinstance(found, LoraLayer) else found
+        kind = "linear" if isinstance(bare, nn.Linear) else "conv"
+        alpha = float(weights.rank) if weights.alpha is None else weights.alpha
+        targets.append(LoraTarget(component, path, kind, "", tuple(bare.weight.shape), weights.rank, alpha, None))
+    inject_lora(root, targets, adapter_name=adapter_name)
+    load_lora_state(root, state, adapter_name=adapter_name, component=component)
+
+
 def attach_factors(
     root: nn.Module,
     targets: Sequence[LoraTarget],

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from maulstick.adapters.blocks import SD_BLOCKS, SDXL_BLOCKS, BlockMap
+from maulstick.adapters.joint_names import SD3_KEY_NAMES
 from maulstick.adapters.key_names import SD_KEY_NAMES, SDXL_KEY_NAMES, KeyNames
 
 Kind = Literal["sd1", "sd2", "sd", "sdxl", "sd3", "flux", "unknown"]
@@ -42,7 +43,7 @@ FAMILIES: dict[str, LoraFamily] = {
         LoraFamily("sd2", "Stable Diffusion 2.x", SD_BLOCKS, SD_KEY_NAMES),
         LoraFamily("sd", "Stable Diffusion 1.x or 2.x", SD_BLOCKS, SD_KEY_NAMES),
         LoraFamily("sdxl", "SDXL", SDXL_BLOCKS, SDXL_KEY_NAMES),
-        LoraFamily("sd3", "Stable Diffusion 3"),
+        LoraFamily("sd3", "Stable Diffusion 3", None, SD3_KEY_NAMES),
         LoraFamily("flux", "FLUX"),
         LoraFamily("unknown", "an unknown model family"),
     )
@@ -57,8 +58,9 @@ _SIGNS: tuple[tuple[re.Pattern[str], str], ...] = (
     (re.compile(r"^lora_te2_|_attentions_\d_transformer_blocks_[1-9]"), "sdxl"),
 )
 _SD_ONLY = re.compile(r"^lora_te_|^lora_unet_(down_blocks_(0_attentions|3_)|up_blocks_(3_|2_attentions))")
+_SD3_VERSIONS = (("sd3", "sd3"), ("3-medium", "sd3"), ("3-5-", "sd3"))
 _IN_METADATA = (
-    ("ss_base_model_version", (("sdxl", "sdxl"), ("sd_v1", "sd1"), ("sd_v2", "sd2"), ("sd3", "sd3"), ("flux", "flux"))),
+    ("ss_base_model_version", (("sdxl", "sdxl"), ("sd_v1", "sd1"), ("sd_v2", "sd2"), *_SD3_VERSIONS, ("flux", "flux"))),
     (
         "modelspec.architecture",
         (
@@ -113,7 +115,8 @@ def _by_width(shapes: Mapping[str, tuple[int, ...]]) -> str | None:
 
 def with_family_prefixes(names: Iterable[str], family: LoraFamily) -> dict[str, str]:
     """Name -> name with the prefix that the family gives its first text encoder (``lora_te_`` or ``lora_te1_``)."""
-    wanted = {"sd1": "lora_te_", "sd2": "lora_te_", "sd": "lora_te_", "sdxl": "lora_te1_"}.get(family.kind)
+    first = {"sd1": "lora_te_", "sd2": "lora_te_", "sd": "lora_te_", "sdxl": "lora_te1_", "sd3": "lora_te1_"}
+    wanted = first.get(family.kind)
     renamed: dict[str, str] = {}
     for name in names:
         prefix = next((prefix for prefix in ("lora_te_", "lora_te1_") if name.startswith(prefix)), None)

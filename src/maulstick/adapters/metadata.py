@@ -84,7 +84,7 @@ class ModelSpecFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class LoraRunFacts:
-    """One run, under the names of sd-scripts' metadata without ``ss_``.
+    """One run, under the names of sd-scripts' metadata without ``ss_``; ``further`` has what only some families write.
 
     ``None`` is written as sd-scripts writes an option that was not given. ``network_args`` (block weights are among
     them) is written, with the dropout, only when arguments were given.
@@ -99,6 +99,7 @@ class LoraRunFacts:
     base_model: BaseModelFacts = field(default_factory=BaseModelFacts)
     dataset: DatasetFacts = field(default_factory=DatasetFacts)
     network_args: Mapping[str, str] | None = None
+    further: Mapping[str, Any] = field(default_factory=dict)
     network_module: str = "networks.lora"
     network_dropout: float | None = None
 
@@ -165,7 +166,7 @@ class LoraRunFacts:
     validate_every_n_steps: int | None = None
 
 
-_PARTS = frozenset({"model_spec", "base_model", "dataset", "network_args"})
+_PARTS = frozenset({"model_spec", "base_model", "dataset", "network_args", "further"})
 
 
 def base_model_version(*, v2: bool, v_parameterization: bool) -> str:
@@ -187,6 +188,7 @@ def build_metadata(facts: LoraRunFacts, *, no_metadata: bool = False) -> dict[st
     left out from the rarest on where their list would make the header too large for readers.
     """
     training = {f"ss_{fact.name}": str(getattr(facts, fact.name)) for fact in fields(facts) if fact.name not in _PARTS}
+    training |= {f"ss_{key}": str(value) for key, value in facts.further.items()}
     training |= {f"ss_{key}": value for key, value in _given(facts.base_model).items()}
     training |= _dataset_metadata(facts.dataset)
     if facts.network_args is not None:

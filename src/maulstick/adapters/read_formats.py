@@ -16,6 +16,7 @@ from torch import Tensor
 from maulstick.adapters.factors import LoraWeights
 from maulstick.adapters.file_kinds import describe_kind
 from maulstick.adapters.files import LoraFile
+from maulstick.adapters.joint_layout import joined_modules
 from maulstick.adapters.lora_family import (
     LoraFamily,
     component_of,
@@ -130,6 +131,11 @@ def read_adapter(path: Path, *, allow_non_finite: bool = False) -> AdapterFile:
     layout = max(set(layouts), key=layouts.count)
     shapes = {name: change_shape(module) for name, module in modules.items()}
     family = recognise_lora_family(shapes, metadata, original_layout=original and layout == "kohya")
+    if family.kind == "sd3":
+        try:
+            modules = joined_modules(modules)
+        except Unsupported as reason:
+            raise ModelError(f"{path}: a module {reason}.") from None
     renamed = with_family_prefixes(modules, family)
     return AdapterFile(
         path=path,

@@ -13,9 +13,11 @@ from maulstick.adapters.block_ranks import BlockRank
 from maulstick.errors import ModelError, OptionError
 
 # Linear and Conv2d modules are adapted when they lie inside a module of one of these classes, as in sd-scripts.
-UNET_CONTAINERS = frozenset({"Transformer2DModel"})
+UNET_CONTAINERS = frozenset({"Transformer2DModel", "JointTransformerBlock"})
 UNET_CONV_CONTAINERS = UNET_CONTAINERS | {"ResnetBlock2D", "Downsample2D", "Upsample2D"}
-TEXT_ENCODER_CONTAINERS = frozenset({"CLIPAttention", "CLIPSdpaAttention", "CLIPMLP"})
+TEXT_ENCODER_CONTAINERS = frozenset(
+    {"CLIPAttention", "CLIPSdpaAttention", "CLIPMLP", "T5Attention", "T5DenseGatedActDense"}
+)
 
 
 class FoundModule(NamedTuple):

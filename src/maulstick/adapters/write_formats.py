@@ -17,6 +17,10 @@ from torch import Tensor
 from maulstick.adapters.adapter_tensors import kohya_parts
 from maulstick.adapters.factors import Folding, LoraWeights, cast_weights, fold_alphas
 from maulstick.adapters.files import save_lora_file
+from maulstick.adapters.joint_layout import separated_module
+from maulstick.adapters.joint_names import TRANSFORMER, JointKeyNames
+from maulstick.adapters.joint_names import original_path as joint_original_path
+from maulstick.adapters.key_names import Location
 from maulstick.adapters.lora_family import LoraFamily, component_of
 from maulstick.adapters.module_kinds import DoraWeights, kind_of
 from maulstick.adapters.tensor_names import Layout, original_path, sai_name
@@ -30,6 +34,7 @@ _COMFYUI_ENCODERS = {
     "sd": {"lora_te": "clip_l"},
     "sd2": {"lora_te": "clip_h"},
     "sdxl": {"lora_te1": "clip_l", "lora_te2": "clip_g"},
+    "sd3": {"lora_te1": "clip_l", "lora_te2": "clip_g", "lora_te3": "t5xxl"},
 }
 _PEFT_PREFIX = "base_model.model."
 _KOHYA_PARTS = ("lora_down.weight", "lora_up.weight")
@@ -56,16 +61,24 @@ def layout_tensors(
     down_part, up_part = _KOHYA_PARTS if layout in ("kohya", "comfyui") else _PEFT_PARTS
     tensors: dict[str, Tensor] = {}
     for name, weights in folded(lora_changes(modules), layout).items():
-        cast = cast_weights(weights, dtype)
-        stem = _stem(name, family, layout, unet_names)
-        tensors[f"{stem}.{down_part}"] = cast.down.detach().cpu()
-        tensors[f"{stem}.{up_part}"] = cast.up.detach().cpu()
-        if cast.alpha is not None:
-            tensors[f"{stem}.alpha"] = torch.tensor(cast.alpha, dtype=dtype)
         module = modules[name]
+        if isinstance(family.key_names, JointKeyNames) and layout in ("diffusers", "peft"):
+            _refuse_for_joint(name, module, family, layout)
+            parts = separated_module(name, weights)
+            if not parts:
+                raise _no_name(name, family, layout)
+            named = [(_dotted_stem(location, layout), part) for location, part in parts.items()]
+        else:
+            named = [(_stem(name, family, layout, unet_names), weights)]
+        for stem, part in named:
+            cast = cast_weights(part, dtype)
+            tensors[f"{stem}.{down_part}"] = cast.down.detach().cpu()
+            tensors[f"{stem}.{up_part}"] = cast.up.detach().cpu().contiguous()
+            if cast.alpha is not None:
+                tensors[f"{stem}.alpha"] = torch.tensor(cast.alpha, dtype=dtype)
         if isinstance(module, DoraWeights):
-            part, magnitude = _magnitude(name, module, layout)
-            tensors[f"{stem}.{part}"] = magnitude.detach().to("cpu", dtype)
+            magnitude_part, magnitude = _magnitude(name, module, layout)
+            tensors[f"{named[0][0]}.{magnitude_part}"] = magnitude.detach().to("cpu", dtype)
     return tensors
 
 
@@ -114,11 +127,28 @@ def _stem(name: str, family: LoraFamily, layout: Layout, unet_names: UnetNames) 
         return sai_name(name) if family.kind == "sdxl" and unet_names == "sai" else name
     if layout == "comfyui":
         return _comfyui_stem(name, family)
-    component, path = _dotted(name, family, layout)
-    return f"{_PEFT_PREFIX}{path}" if layout == "peft" else f"{component}.{path}"
+    return _dotted_stem(_dotted(name, family, layout), layout)
 
 
-def _dotted(name: str, family: LoraFamily, layout: Layout) -> tuple[str, str]:
+def _dotted_stem(location: Location, layout: Layout) -> str:
+    return f"{_PEFT_PREFIX}{location.path}" if layout == "peft" else f"{location.component}.{location.path}"
+
+
+def _refuse_for_joint(name: str, module: LoraWeights | DoraWeights, family: LoraFamily, layout: Layout) -> None:
+    """Refuse what diffusers' and PEFT's forms of an SD3 LoRA cannot hold."""
+    if isinstance(module, DoraWeights):
+        raise ModelError(
+            f"Module '{name}' is a DoRA of {family.name}; diffusers and PEFT have other modules there, so its lengths "
+            "fit nothing. Merge it into a checkpoint instead."
+        )
+    if layout == "peft" and name.startswith("lora_te"):
+        raise ModelError(
+            f"Module '{name}': PEFT's names do not tell the text encoders of {family.name} apart. Use the layout "
+            "diffusers."
+        )
+
+
+def _dotted(name: str, family: LoraFamily, layout: Layout) -> Location:
     """diffusers' component and the path in it."""
     location = None if family.key_names is None else family.key_names.locate(name)
     if location is None:
@@ -127,25 +157,29 @@ def _dotted(name: str, family: LoraFamily, layout: Layout) -> tuple[str, str]:
     if layout == "peft" and location.component == "text_encoder":
         # PEFT goes by the paths of the network itself, and transformers 5 has no such level in CLIPTextModel.
         path = path.removeprefix("text_model.")
-    return location.component, path
+    return Location(location.component, path)
 
 
 def _comfyui_stem(name: str, family: LoraFamily) -> str:
     component = component_of(name)
     if component == "lora_unet" and family.key_names is not None:
-        path = original_path(name, is_sdxl=family.kind == "sdxl")
+        if isinstance(family.key_names, JointKeyNames):
+            location = family.key_names.locate(name)
+            path = None if location is None else joint_original_path(location.path)
+        else:
+            path = original_path(name, is_sdxl=family.kind == "sdxl")
         if path is not None:
             return f"diffusion_model.{path}"
     encoder = _COMFYUI_ENCODERS.get(family.kind, {}).get(component)
     if encoder is None:
         raise _no_name(name, family, "comfyui")
-    return f"text_encoders.{encoder}.transformer.{_dotted(name, family, 'comfyui')[1]}"
+    return f"text_encoders.{encoder}.transformer.{_dotted(name, family, 'comfyui').path}"
 
 
 def _no_name(name: str, family: LoraFamily, layout: Layout) -> ModelError:
     return ModelError(
         f"Module '{name}' (a LoRA for {family.name}) has no known name in the layout '{layout}'. Layouts can be "
-        "changed for SD 1.x, SD 2.x and SDXL; for other families only the number format can."
+        "changed for SD 1.x, SD 2.x, SDXL and SD3; for other families only the number format can."
     )
 
 
@@ -199,7 +233,9 @@ def _by_component(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]
     for key, tensor in tensors.items():
         path = key.removeprefix(_PEFT_PREFIX)
         component = "unet"
-        if path.startswith("encoder.layers."):
+        if path.startswith("transformer_blocks."):
+            component = TRANSFORMER
+        elif path.startswith("encoder.layers."):
             component = "text_encoder"
         elif path.startswith("text_model."):
             component = "text_encoder_2"

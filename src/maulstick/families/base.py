@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from maulstick.errors import ModelError
 from maulstick.families.framing import Framing
 from maulstick.families.image_encoder import EncoderKind
 from maulstick.families.ip_adapter import IpAdapter, Layers
+from maulstick.options.generate import Sampler
+from maulstick.options.schema import ObjectiveOptions
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -63,6 +65,10 @@ class Family(ABC):
         vae_scale: pixels per latent element along a side.
         latent_channels: channels of a latent.
         native_size: side in pixels of the square images the model was made for.
+        size_multiple: pixels that the sides of a picture are a multiple of; ``vae_scale`` or more.
+        network_module: what sd-scripts calls its network for LoRA.
+        token_limits: what ``max_token_length`` may be.
+        sampler_names: samplers that draw with it.
         notes: what the user should know about the model as it was found.
         ip_adapter: the IP-Adapter in the denoiser, None without one.
         ip_adapter_encoder: whose vision model its IP-Adapters read; None where it has none.
@@ -82,10 +88,26 @@ class Family(ABC):
     vae_scale: int
     latent_channels: int
     native_size: int
+    network_module: str = "networks.lora"
+    token_limits: Sequence[int] = (75, 150, 225)
+    sampler_names: Sequence[str] = get_args(Sampler)
     notes: Sequence[str]
     ip_adapter: IpAdapter | None = None
     ip_adapter_encoder: EncoderKind | None = None
     ip_adapter_types: Sequence[str] = ()
+
+    @property
+    def size_multiple(self) -> int:
+        return self.vae_scale
+
+    def prepare_for_adapters(self) -> None:  # noqa: B027 (most families have nothing to do)
+        """Bring the denoiser into the form whose modules adapter files name, where that is another; it stays so.
+
+        To be called before an adapter is planned or put on. What the denoiser computes does not change.
+        """
+
+    def check_objective(self, objective: ObjectiveOptions) -> None:  # noqa: B027 (a family may train with all of them)
+        """Refuse options about noise and loss that mean nothing for this family (``OptionError``)."""
 
     @property
     @abstractmethod
@@ -152,6 +174,10 @@ class Family(ABC):
     @abstractmethod
     def loss_weights(self, timesteps: Tensor, min_snr_gamma: float | None) -> Tensor:
         """Return one weight per image, shape (B,)."""
+
+    def objective_metadata(self) -> Mapping[str, Any]:
+        """Return what sd-scripts writes about noise and loss of this family alone, by the name without ``ss_``."""
+        return {}
 
     @abstractmethod
     def predict(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:

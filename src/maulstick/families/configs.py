@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from importlib.resources import files
@@ -20,7 +21,8 @@ _HEAD_WIDTH = 64
 
 
 def shipped_config(model: str, part: str) -> JsonObject:
-    """Return the config of ``part`` ("unet", "scheduler", …) of "sd1", "sd2-base", "sd2-768-v" or "sdxl-base"."""
+    """Return the config of ``part`` ("unet", "scheduler", …) of "sd1", "sd2-base", "sd2-768-v", "sdxl-base" or
+    "sd3"."""
     name = "scheduler_config.json" if part == "scheduler" else "config.json"
     return read_json(_ASSETS / "model_configs" / model / part / name)
 
@@ -78,6 +80,50 @@ def fit_text_encoder(config: JsonObject, weights: NamedWeights) -> JsonObject:
         "num_hidden_layers": _count(shapes, r"encoder\.layers\.(\d+)\."),
         "intermediate_size": _first(shapes, "encoder.layers.0.mlp.fc1.weight", "text encoder"),
         "max_position_embeddings": _first(shapes, "embeddings.position_embedding.weight", "text encoder"),
+    }
+    return {**config, **fitted}
+
+
+def fit_joint_transformer(config: JsonObject, weights: NamedWeights) -> JsonObject:
+    """Return the config of an SD3 transformer of any size: everything about it shows in its weights."""
+    shapes, part = _shapes(weights), "transformer"
+    width = _first(shapes, "pos_embed.proj.weight", part)
+    positions = _second(shapes, "pos_embed.pos_embed", part)
+    patch = _dimension(shapes, "pos_embed.proj.weight", part, 2)
+    dual = r"transformer_blocks\.(\d+)\.attn2\.to_q\.weight"
+    fitted = {
+        "num_layers": _count(shapes, r"transformer_blocks\.(\d+)\."),
+        "num_attention_heads": _heads(width, part),
+        "attention_head_dim": _HEAD_WIDTH,
+        "caption_projection_dim": _first(shapes, "context_embedder.weight", part),
+        "joint_attention_dim": _second(shapes, "context_embedder.weight", part),
+        "pooled_projection_dim": _second(shapes, "time_text_embed.text_embedder.linear_1.weight", part),
+        "in_channels": _second(shapes, "pos_embed.proj.weight", part),
+        "out_channels": _first(shapes, "proj_out.weight", part) // patch**2,
+        "patch_size": patch,
+        "pos_embed_max_size": math.isqrt(positions),
+        "dual_attention_layers": sorted(int(match[1]) for name in shapes if (match := re.fullmatch(dual, name))),
+        "qk_norm": "rms_norm" if "transformer_blocks.0.attn.norm_q.weight" in shapes else None,
+    }
+    return {**config, **fitted}
+
+
+def fit_t5(config: JsonObject, weights: NamedWeights) -> JsonObject:
+    """Return ``config`` with the widths and the number of layers that the weights have."""
+    shapes, part = _shapes(weights), "T5"
+    attention = "encoder.block.0.layer.0.SelfAttention"
+    buckets = f"{attention}.relative_attention_bias.weight"
+    heads = _second(shapes, buckets, part)
+    fitted = {
+        "vocab_size": shapes.get("shared.weight", shapes.get("encoder.embed_tokens.weight", (config["vocab_size"],)))[
+            0
+        ],
+        "d_model": _first(shapes, "encoder.final_layer_norm.weight", part),
+        "d_ff": _second(shapes, "encoder.block.0.layer.1.DenseReluDense.wo.weight", part),
+        "d_kv": _first(shapes, f"{attention}.q.weight", part) // heads,
+        "num_heads": heads,
+        "num_layers": _count(shapes, r"encoder\.block\.(\d+)\."),
+        "relative_attention_num_buckets": _first(shapes, buckets, part),
     }
     return {**config, **fitted}
 

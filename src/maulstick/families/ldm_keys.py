@@ -135,26 +135,26 @@ def vae_name(name: str, levels: int) -> str | None:
 
 def unet_weights(file: WeightFile) -> NamedWeights:
     """Return the UNet of an original checkpoint under diffusers' names."""
-    return _collect(file, _under(file, UNET_PREFIX), lambda name: _one(unet_name(name)))
+    return collect(file, under(file, UNET_PREFIX), lambda name: _one(unet_name(name)))
 
 
 def vae_weights(file: WeightFile, prefix: str = VAE_PREFIX) -> NamedWeights:
     """Return the VAE of an original checkpoint, or of a file with a VAE alone (prefix ""), under diffusers' names."""
-    names = [name for name in _under(file, prefix) if not name.removeprefix(prefix).startswith(("loss.", "model_ema."))]
-    levels = _count_from_zero(names, re.compile(re.escape(prefix) + r"encoder\.down\.(\d+)\."))
+    names = [name for name in under(file, prefix) if not name.removeprefix(prefix).startswith(("loss.", "model_ema."))]
+    levels = count_from_zero(names, re.compile(re.escape(prefix) + r"encoder\.down\.(\d+)\."))
 
     def rename(name: str) -> Mapping[str, Transform | None]:
         target = vae_name(name, levels)
         is_matrix = target is not None and re.search(r"\.attentions\.0\.to_.+\.weight$", target) is not None
         return _one(target, _as_matrix if is_matrix else None)
 
-    return _collect(file, names, rename, prefix)
+    return collect(file, names, rename, prefix)
 
 
 def clip_weights(file: WeightFile, prefix: str = CLIP_PREFIX) -> NamedWeights:
     """Return the CLIP text encoder of an SD 1.x checkpoint under transformers' names, without ``text_model.``."""
-    names = [name for name in _under(file, prefix) if name.removeprefix(prefix) not in UNUSED_TEXT_TENSORS]
-    return _collect(file, names, lambda name: _one(name.removeprefix("text_model.")), prefix)
+    names = [name for name in under(file, prefix) if name.removeprefix(prefix) not in UNUSED_TEXT_TENSORS]
+    return collect(file, names, lambda name: _one(name.removeprefix("text_model.")), prefix)
 
 
 def open_clip_weights(
@@ -175,8 +175,8 @@ def open_clip_weights(
     def rename(name: str) -> Mapping[str, Transform | None]:
         return _one(f"{projection}.weight", _transposed) if name == projection else _open_clip_names(name)
 
-    names = [name for name in _under(file, prefix) if is_used(name.removeprefix(prefix))]
-    return _collect(file, names, rename, prefix)
+    names = [name for name in under(file, prefix) if is_used(name.removeprefix(prefix))]
+    return collect(file, names, rename, prefix)
 
 
 def _open_clip_names(name: str) -> Mapping[str, Transform | None]:
@@ -188,17 +188,18 @@ def _open_clip_names(name: str) -> Mapping[str, Transform | None]:
     prefix, tail = f"encoder.layers.{match[1]}", match[2]
     if tail in ("attn.in_proj_weight", "attn.in_proj_bias"):
         kind = tail.rpartition("_")[2]
-        return {f"{prefix}.self_attn.{role}_proj.{kind}": _third(place) for place, role in enumerate("qkv")}
+        return {f"{prefix}.self_attn.{role}_proj.{kind}": third(place) for place, role in enumerate("qkv")}
     renamed = _replace_module(tail, _OPEN_CLIP_TAILS)
     return _one(None if renamed is None else f"{prefix}.{renamed}")
 
 
-def _collect(
+def collect(
     file: WeightFile,
     names: Iterable[str],
     rename: Callable[[str], Mapping[str, Transform | None]],
     prefix: str = UNET_PREFIX,
 ) -> NamedWeights:
+    """Return the named tensors under new names; ``rename`` takes a name without prefix, and gives none for unknown."""
     slots: dict[str, Slot] = {}
     leftover: list[str] = []
     for name in names:
@@ -211,7 +212,8 @@ def _collect(
     return NamedWeights(file, slots, tuple(leftover))
 
 
-def _under(file: WeightFile, prefix: str) -> list[str]:
+def under(file: WeightFile, prefix: str) -> list[str]:
+    """Return the names that begin with ``prefix``."""
     return [name for name in file.shapes if name.startswith(prefix)]
 
 
@@ -224,7 +226,8 @@ def _replace_module(tail: str, table: Mapping[str, str]) -> str | None:
     return f"{table[module]}.{kind}" if module in table else None
 
 
-def _count_from_zero(names: Iterable[str], pattern: re.Pattern[str]) -> int:
+def count_from_zero(names: Iterable[str], pattern: re.Pattern[str]) -> int:
+    """Return how many numbers from 0 on the names have in the pattern's place."""
     return 1 + max((int(match[1]) for name in names if (match := pattern.match(name))), default=-1)
 
 
@@ -238,7 +241,7 @@ def _transposed(weight: Tensor) -> Tensor:
     return weight.T.contiguous()
 
 
-def _third(place: int) -> Transform:
+def third(place: int) -> Transform:
     """Return what takes the q, k or v part out of a fused projection."""
 
     def take(fused: Tensor) -> Tensor:

@@ -9,13 +9,16 @@ import torch
 
 from maulstick.errors import ModelError, OptionError
 from maulstick.families.base import Family
-from maulstick.families.recognise import SD1, SD2, SDXL, JsonObject, Recognised, recognise_file, recognise_folder
-from maulstick.families.source import Kind, UnetSource, open_folder, open_single_file, open_vae
-from maulstick.options.schema import ModelOptions
+from maulstick.families.recognise import SD1, SD2, SD3, SDXL, JsonObject, Recognised, recognise_file, recognise_folder
+from maulstick.families.source import Kind, ModelSource, open_folder, open_single_file, open_vae
+from maulstick.options.schema import ModelOptions, ObjectiveOptions
 from maulstick.weight_files import WeightFile, open_weights
 
-_WANTED = "an SD 1.x, SD 2.x or SDXL text-to-image model"
-_KINDS: tuple[tuple[Recognised, Kind], ...] = ((SD1, "sd1"), (SD2, "sd2"), (SDXL, "sdxl"))
+_WANTED = "an SD 1.x, SD 2.x, SDXL or SD3 text-to-image model"
+_KINDS: tuple[tuple[Recognised, Kind], ...] = ((SD1, "sd1"), (SD2, "sd2"), (SDXL, "sdxl"), (SD3, "sd3"))
+_SD3_OPTIONS = ("clip_l", "clip_g", "t5xxl", "no_t5xxl", "t5xxl_max_token_length")
+_UNET_OPTIONS = ("v2", "v_parameterization", "clip_skip")
+_T5_LENGTH = 256
 
 
 def load_family(
@@ -25,6 +28,7 @@ def load_family(
     dtype: torch.dtype,
     vae_dtype: torch.dtype | None = None,
     gradient_checkpointing: bool = False,
+    objective: ObjectiveOptions | None = None,
 ) -> Family:
     """Load the base model that ``options`` names, from a diffusers folder or a single file, without any network.
 
@@ -34,6 +38,7 @@ def load_family(
         dtype: number format of denoiser and text encoders.
         vae_dtype: number format of the VAE; ``dtype`` without it, but fp32 for SDXL in fp16, which its VAE overflows.
         gradient_checkpointing: compute activations twice to save memory.
+        objective: options about noise and loss, for training; those that mean nothing for the model are refused.
 
     Raises:
         OptionError: no model is given, or an option contradicts what the model is.
@@ -42,43 +47,97 @@ def load_family(
     if not options.pretrained_model_name_or_path:
         raise OptionError("No base model is given. Name one with --pretrained_model_name_or_path FOLDER_OR_FILE.")
     path = Path(options.pretrained_model_name_or_path).expanduser()
-    source, predicts_v = _open_source(path, options)
+    if not path.exists():
+        raise ModelError(_explain_absent(path))
+    file = None if path.is_dir() else open_weights(path)
+    recognised = recognise_folder(path) if file is None else recognise_file(file)
+    kind = _kind(recognised, path, options)
+    if kind == "sd3":
+        source, predicts_v = _open_sd3(file or path, options), False
+    else:
+        _refuse_sd3_options(path, recognised, options)
+        source, predicts_v = _open_source(file or path, kind, options)
     if options.vae:
         vae = open_vae(Path(options.vae).expanduser(), source.kind)
         _refuse_other_latents(vae.config, source, options.vae)
         source = replace(source, vae=vae)
     from maulstick.families.sd import StableDiffusion
+    from maulstick.families.sd3 import SD3Setup, StableDiffusion3
     from maulstick.families.sdxl import StableDiffusionXL
     from maulstick.families.unet_family import UnetSetup
 
-    family = StableDiffusionXL if source.kind == "sdxl" else StableDiffusion
-    setup = UnetSetup(
-        prediction_type="v_prediction" if predicts_v else "epsilon",
-        clip_skip=options.clip_skip,
-        max_token_length=options.max_token_length,
-        device=torch.device(device),
-        dtype=dtype,
-        vae_dtype=vae_dtype or family.usual_vae_dtype(dtype),
-        gradient_checkpointing=gradient_checkpointing,
-    )
-    return family(source, setup)
+    device = torch.device(device)
+    family: Family
+    if source.kind == "sd3":
+        family = StableDiffusion3(
+            source,
+            SD3Setup(
+                device=device,
+                dtype=dtype,
+                vae_dtype=vae_dtype or StableDiffusion3.usual_vae_dtype(dtype),
+                gradient_checkpointing=gradient_checkpointing,
+                objective=objective or ObjectiveOptions(),
+                t5_length=options.t5xxl_max_token_length or _T5_LENGTH,
+            ),
+        )
+    else:
+        of_unet = StableDiffusionXL if source.kind == "sdxl" else StableDiffusion
+        family = of_unet(
+            source,
+            UnetSetup(
+                prediction_type="v_prediction" if predicts_v else "epsilon",
+                clip_skip=options.clip_skip,
+                max_token_length=options.max_token_length,
+                device=device,
+                dtype=dtype,
+                vae_dtype=vae_dtype or of_unet.usual_vae_dtype(dtype),
+                gradient_checkpointing=gradient_checkpointing,
+            ),
+        )
+    if objective is not None:
+        family.check_objective(objective)
+    return family
 
 
-def _open_source(path: Path, options: ModelOptions) -> tuple[UnetSource, bool]:
-    """Return the opened model and whether it predicts v."""
-    if not path.exists():
-        raise ModelError(_explain_absent(path))
-    if path.is_dir():
-        source = open_folder(path, _kind(recognise_folder(path), path, options))
+def _open_sd3(found: Path | WeightFile, options: ModelOptions) -> ModelSource:
+    from maulstick.families.sd3_source import open_sd3
+
+    path = found if isinstance(found, Path) else found.path
+    given = next((name for name in _UNET_OPTIONS if getattr(options, name)), None)
+    if given is not None:
+        raise OptionError(
+            f"{given} = {getattr(options, given)}: it means nothing for SD3 ({path}), which predicts a flow and takes "
+            f"its text from the layer before CLIP's last. Leave {given} out."
+        )
+    if options.max_token_length != 75:
+        raise OptionError(
+            f"max_token_length = {options.max_token_length}: CLIP always reads 75 tokens of a caption in SD3. Leave it "
+            "out; t5xxl_max_token_length says how many T5 reads."
+        )
+    return open_sd3(found, options)
+
+
+def _refuse_sd3_options(path: Path, recognised: Recognised, options: ModelOptions) -> None:
+    given = next((name for name in _SD3_OPTIONS if getattr(options, name)), None)
+    if given is not None:
+        raise OptionError(
+            f"{given} is for SD3, but {path} is {recognised.description}, whose text encoders are its own. Leave "
+            f"{given} out."
+        )
+
+
+def _open_source(found: Path | WeightFile, kind: Kind, options: ModelOptions) -> tuple[ModelSource, bool]:
+    """Return the opened model with a UNet (from its folder or file), and whether it predicts v."""
+    if isinstance(found, Path):
+        source = open_folder(found, kind)
         _refuse_other_noise(source)
         return source, _folder_predicts_v(source, options)
-    file = open_weights(path)
-    kind = _kind(recognise_file(file), path, options)
+    file = found
     _refuse_marked_v(file, options)
     source = open_single_file(file, kind, predicts_v=options.v_parameterization)
     if kind == "sd2" and not options.v_parameterization:
         note = (
-            f"{path.name} is taken to predict noise: a single file does not say. An SD 2.x model for 768 pixels "
+            f"{file.path.name} is taken to predict noise: a single file does not say. An SD 2.x model for 768 pixels "
             "predicts v and needs --v_parameterization."
         )
         source = replace(source, notes=(*source.notes, note))
@@ -97,7 +156,7 @@ def _kind(recognised: Recognised, path: Path, options: ModelOptions) -> Kind:
     return kind
 
 
-def _refuse_other_noise(source: UnetSource) -> None:
+def _refuse_other_noise(source: ModelSource) -> None:
     """Fine-tunes for other noise schedules (EDM, flows) say so by the scheduler they come with."""
     scheduler = str(source.scheduler_config.get("_class_name", ""))
     if scheduler.startswith(("EDM", "FlowMatch")):
@@ -107,7 +166,7 @@ def _refuse_other_noise(source: UnetSource) -> None:
         )
 
 
-def _folder_predicts_v(source: UnetSource, options: ModelOptions) -> bool:
+def _folder_predicts_v(source: ModelSource, options: ModelOptions) -> bool:
     """The folder's scheduler config decides; a flag that says otherwise is an error."""
     config = source.path / "scheduler" / "scheduler_config.json"
     stated = source.scheduler_config.get("prediction_type", "epsilon")
@@ -135,21 +194,21 @@ def _refuse_marked_v(file: WeightFile, options: ModelOptions) -> None:
         )
 
 
-def _refuse_other_latents(vae: JsonObject, source: UnetSource, path: str) -> None:
+def _refuse_other_latents(vae: JsonObject, source: ModelSource, path: str) -> None:
     kind = vae.get("_class_name", "AutoencoderKL")
     if kind != "AutoencoderKL":
         raise OptionError(f"--vae {path} is a {kind}, not a VAE (AutoencoderKL).")
-    latent, wanted = vae.get("latent_channels", 4), source.unet.config.get("in_channels", 4)
+    latent, wanted = vae.get("latent_channels", 4), source.denoiser.config.get("in_channels", 4)
     if latent != wanted:
         raise OptionError(
-            f"--vae {path} makes latents with {latent} channels, but the UNet of --pretrained_model_name_or_path takes "
-            f"{wanted}. Use a VAE for that kind of model."
+            f"--vae {path} makes latents with {latent} channels, but the denoiser of --pretrained_model_name_or_path "
+            f"takes {wanted}. Use a VAE for that kind of model."
         )
     scale, wanted = (config.get("scaling_factor", 0.18215) for config in (vae, source.vae.config))
     if scale != wanted:
         raise OptionError(
             f"--vae {path} scales its latents by {scale}, but the model's own VAE by {wanted}: it is for another kind "
-            "of model (SD 1.x and 2.x have 0.18215, SDXL 0.13025)."
+            "of model (SD 1.x and 2.x have 0.18215, SDXL 0.13025, SD3 1.5305)."
         )
 
 

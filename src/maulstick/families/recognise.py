@@ -99,15 +99,18 @@ _SIGNS: tuple[tuple[Callable[[Collection[str]], bool], Recognised], ...] = (
     ),
 )
 
+_WITH_CONTROLNET = Recognised("controlnet", "a pipeline with a ControlNet", _PART_ADVICE)
 # Beginnings of pipeline class names, most specific first.
 _BY_PIPELINE = (
+    ("StableDiffusion3ControlNet", _WITH_CONTROLNET),
     ("StableDiffusion3", SD3),
     ("Flux", FLUX),
-    ("StableDiffusionControlNet", Recognised("controlnet", "a pipeline with a ControlNet", _PART_ADVICE)),
+    ("StableDiffusionControlNet", _WITH_CONTROLNET),
 )
 
 _FOLDER_PARTS = ("unet", "vae", "text_encoder", "tokenizer", "scheduler")
 _SDXL_FOLDER_PARTS = (*_FOLDER_PARTS, "text_encoder_2", "tokenizer_2")
+_SD3_FOLDER_PARTS = ("transformer", "vae", "tokenizer", "tokenizer_2", "scheduler")
 
 
 def recognise_file(file: WeightFile) -> Recognised:
@@ -141,12 +144,18 @@ def recognise_folder(folder: Path) -> Recognised:
     pipeline = str(index.get("_class_name", ""))
     for beginning, recognised in _BY_PIPELINE:
         if pipeline.startswith(beginning):
+            if recognised is SD3:
+                _require_parts(folder, True, _SD3_FOLDER_PARTS, "SD3")
             return recognised
     if pipeline.startswith("StableDiffusionXL"):
         return _sdxl_folder(folder)
     if (folder / "adapter_config.json").is_file() or (folder / "pytorch_lora_weights.safetensors").is_file():
         return LORA
     unet = _read_json_if_there(folder / "unet" / "config.json")
+    transformer = _read_json_if_there(folder / "transformer" / "config.json")
+    if not unet and transformer.get("_class_name") == "SD3Transformer2DModel":
+        _require_parts(folder, bool(index), _SD3_FOLDER_PARTS, "SD3")
+        return SD3
     if not unet and (folder / "transformer").is_dir():
         return Recognised("unknown", f"a transformer model ({pipeline or 'no model_index.json'})")
     if unet.get("addition_embed_type") == "text_time":

@@ -14,9 +14,10 @@ from maulstick.adapters.metadata import base_model_version, sd_architecture
 from maulstick.errors import OptionError
 from maulstick.families.base import AdapterNaming, Conditioning
 from maulstick.families.clip_text import text_states
+from maulstick.families.latent_family import short_name
 from maulstick.families.libraries import quiet_libraries
-from maulstick.families.source import Component, UnetSource
-from maulstick.families.unet_family import UnetFamily, UnetSetup, short_name
+from maulstick.families.source import Component, ModelSource
+from maulstick.families.unet_family import UnetFamily, UnetSetup
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -33,7 +34,7 @@ class StableDiffusion(UnetFamily):
     blocks = SD_BLOCKS
     key_names = SD_KEY_NAMES
 
-    def __init__(self, source: UnetSource, setup: UnetSetup) -> None:
+    def __init__(self, source: ModelSource, setup: UnetSetup) -> None:
         is_v2, predicts_v = source.kind == "sd2", setup.prediction_type == "v_prediction"
         self.name = "SD 2.x" if is_v2 else "SD 1.x"
         self.base_model_version = base_model_version(v2=is_v2, v_parameterization=predicts_v)

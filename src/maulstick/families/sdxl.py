@@ -13,9 +13,10 @@ from maulstick.adapters.key_names import SDXL_KEY_NAMES
 from maulstick.errors import OptionError
 from maulstick.families.base import AdapterNaming, Conditioning, Framing
 from maulstick.families.clip_text import layer_states, pooled_states
+from maulstick.families.latent_family import short_name
 from maulstick.families.libraries import quiet_libraries
-from maulstick.families.source import UnetSource
-from maulstick.families.unet_family import UnetFamily, UnetSetup, short_name
+from maulstick.families.source import ModelSource
+from maulstick.families.unet_family import UnetFamily, UnetSetup
 
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
@@ -45,7 +46,7 @@ class StableDiffusionXL(UnetFamily):
     blocks = SDXL_BLOCKS
     key_names = SDXL_KEY_NAMES
 
-    def __init__(self, source: UnetSource, setup: UnetSetup) -> None:
+    def __init__(self, source: ModelSource, setup: UnetSetup) -> None:
         if setup.clip_skip not in (None, _LAYER):
             raise OptionError(
                 f"clip_skip {setup.clip_skip}: SDXL always takes the text states one layer before the last, which is "

@@ -1,4 +1,4 @@
-"""Where the parts of an SD 1.x, 2.x or XL model lie: in a diffusers folder or one original checkpoint."""
+"""Where the parts of a model lie: in a diffusers folder or one original checkpoint."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from maulstick.families.ldm_keys import (
 from maulstick.families.recognise import VAE_ALONE, JsonObject, read_json, recognise_file
 from maulstick.weight_files import NamedWeights, Slot, WeightFile, open_weights
 
-Kind = Literal["sd1", "sd2", "sdxl"]
+Kind = Literal["sd1", "sd2", "sdxl", "sd3"]
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Component:
 
 
 @dataclass(frozen=True)
-class UnetSource:
-    """All parts of an SD 1.x, 2.x or XL model on disk.
+class ModelSource:
+    """All parts of a model on disk.
 
     Attributes:
         path: the folder or file.
@@ -50,7 +50,7 @@ class UnetSource:
 
     path: Path
     kind: Kind
-    unet: Component
+    denoiser: Component
     vae: Component
     text_encoders: Mapping[str, Component]
     tokenizer_folders: Mapping[str, Path]
@@ -72,7 +72,7 @@ _PAD_TOKENS: Mapping[Kind, Mapping[str, str]] = {
     "sdxl": {"text_encoder_2": "!"},
 }
 _STEMS = ("diffusion_pytorch_model",)
-_TEXT_ENCODER_STEMS = ("model", "pytorch_model")
+TEXT_ENCODER_STEMS = ("model", "pytorch_model")
 # In the order of preference: full precision before half, safe before pickled.
 _WEIGHT_FILE_NAMES = (
     "{}.safetensors",
@@ -100,36 +100,36 @@ _UNUSED_IN_CHECKPOINT = (
 _ZERO_SNR_MARK = "ztsnr"
 
 
-def open_folder(folder: Path, kind: Kind) -> UnetSource:
-    """Open a diffusers folder that ``recognise_folder`` has found to be of this kind."""
+def open_folder(folder: Path, kind: Kind) -> ModelSource:
+    """Open a diffusers folder with a UNet that ``recognise_folder`` has found to be of this kind."""
     scheduler = read_json(folder / "scheduler" / "scheduler_config.json")
     names = _TEXT_ENCODERS[kind]
-    return UnetSource(
+    return ModelSource(
         path=folder,
         kind=kind,
-        unet=_folder_component(folder / "unet"),
-        vae=_folder_component(folder / "vae"),
-        text_encoders={name: _folder_text_encoder(folder / name) for name in names},
+        denoiser=folder_component(folder / "unet"),
+        vae=folder_component(folder / "vae"),
+        text_encoders={name: clip_in_folder(folder / name) for name in names},
         tokenizer_folders={
-            name: _checked_tokenizer(folder / name.replace("text_encoder", "tokenizer")) for name in names
+            name: checked_tokenizer(folder / name.replace("text_encoder", "tokenizer")) for name in names
         },
         scheduler_config=scheduler,
         states_prediction_type="prediction_type" in scheduler,
     )
 
 
-def open_single_file(file: WeightFile, kind: Kind, *, predicts_v: bool) -> UnetSource:
-    """Open an original checkpoint that ``recognise_file`` has found to be of this kind."""
+def open_single_file(file: WeightFile, kind: Kind, *, predicts_v: bool) -> ModelSource:
+    """Open an original checkpoint with a UNet that ``recognise_file`` has found to be of this kind."""
     model = _shipped_model(kind, predicts_v=predicts_v)
     text_prefixes = ("cond_stage_model.",) if kind != "sdxl" else (SDXL_CLIP_PREFIX, SDXL_OPEN_CLIP_PREFIX)
     for prefix, part in ((VAE_PREFIX, "VAE"), *((prefix, "text encoder") for prefix in text_prefixes)):
         if not any(name.startswith(prefix) for name in file.shapes):
             raise ModelError(f"{file.path} has no {part} (no tensor named {prefix}…). Use a checkpoint with all parts.")
     unet, vae = unet_weights(file), vae_weights(file)
-    return UnetSource(
+    return ModelSource(
         path=file.path,
         kind=kind,
-        unet=Component(fit_unet(shipped_config(model, "unet"), unet), unet),
+        denoiser=Component(fit_unet(shipped_config(model, "unet"), unet), unet),
         vae=Component(fit_vae(shipped_config(model, "vae"), vae), vae),
         text_encoders={name: _text_encoder_in_file(file, model, name) for name in _TEXT_ENCODERS[kind]},
         tokenizer_folders=dict.fromkeys(_TEXT_ENCODERS[kind], TOKENIZER_FOLDER),
@@ -140,12 +140,12 @@ def open_single_file(file: WeightFile, kind: Kind, *, predicts_v: bool) -> UnetS
         },
         states_prediction_type=False,
         pad_tokens=_PAD_TOKENS[kind],
-        notes=_notes_on_unknown_tensors(file),
+        notes=notes_on_unknown_tensors(file),
     )
 
 
 def _shipped_model(kind: Kind, *, predicts_v: bool) -> str:
-    names = {"sd1": "sd1", "sd2": "sd2-768-v" if predicts_v else "sd2-base", "sdxl": "sdxl-base"}
+    names = {"sd1": "sd1", "sd2": "sd2-768-v" if predicts_v else "sd2-base", "sdxl": "sdxl-base", "sd3": "sd3"}
     return names[kind]
 
 
@@ -174,7 +174,7 @@ def open_vae(path: Path, kind: Kind = "sd1") -> Component:
         folder = path / "vae" if (path / "vae").is_dir() else path
         if not (folder / "config.json").is_file():
             raise ModelError(f"{path} is not a VAE: neither it nor a folder 'vae' in it has a config.json.")
-        return _folder_component(folder)
+        return folder_component(folder)
     file = open_weights(path)
     recognised = recognise_file(file)
     if any(name.startswith(VAE_PREFIX) for name in file.shapes):
@@ -182,31 +182,34 @@ def open_vae(path: Path, kind: Kind = "sd1") -> Component:
     elif recognised is not VAE_ALONE:
         raise recognised.refusal(path, "a VAE")
     elif any(name.startswith("encoder.down_blocks.") for name in file.shapes):
-        weights = _as_named(file).renamed(_current_attention_name)
+        weights = as_named(file).renamed(_current_attention_name)
     else:
         weights = vae_weights(file, prefix="")
     config = shipped_config(_shipped_model(kind, predicts_v=False), "vae")
     return Component(fit_vae(config, weights), weights)
 
 
-def _folder_component(folder: Path) -> Component:
+def folder_component(folder: Path) -> Component:
+    """Open a denoiser or VAE of a diffusers folder."""
     config = read_json(folder / "config.json")
     file = open_weights(find_weights(folder, _STEMS))
-    return Component(config, _as_named(file).renamed(_current_attention_name))
+    return Component(config, as_named(file).renamed(_current_attention_name))
 
 
-def _folder_text_encoder(folder: Path) -> Component:
+def clip_in_folder(folder: Path, *, with_projection: bool = False) -> Component:
+    """Open a CLIP text encoder of a diffusers folder; SD 1.x, SD 2.x and SDXL's first leave its projection aside."""
     config = read_json(folder / "config.json")
-    file = open_weights(find_weights(folder, _TEXT_ENCODER_STEMS))
+    file = open_weights(find_weights(folder, TEXT_ENCODER_STEMS))
     unused = UNUSED_TEXT_TENSORS
-    if folder.name == "text_encoder_2":
+    if with_projection or folder.name == "text_encoder_2":
         unused -= {"text_projection.weight"}
     # Some folders have the config of a whole CLIP model there.
-    text = _as_named(file, unused).renamed(lambda name: name.removeprefix("text_model."))
+    text = as_named(file, unused).renamed(lambda name: name.removeprefix("text_model."))
     return Component(config.get("text_config", config), text)
 
 
-def _checked_tokenizer(folder: Path) -> Path:
+def checked_tokenizer(folder: Path) -> Path:
+    """Return the folder of a CLIP tokenizer, if all its files are there."""
     if not (folder / "tokenizer.json").is_file():
         absent = [name for name in ("vocab.json", "merges.txt") if not (folder / name).is_file()]
         if absent:
@@ -215,7 +218,7 @@ def _checked_tokenizer(folder: Path) -> Path:
 
 
 def find_weights(folder: Path, stems: Sequence[str]) -> Path:
-    """Return the weight file of a component's folder; full precision before half, safe before pickled."""
+    """Return the weight file of a folder, full precision before half and safe before pickled."""
     for pattern in _WEIGHT_FILE_NAMES:
         for stem in stems:
             if (folder / pattern.format(stem)).is_file():
@@ -224,7 +227,7 @@ def find_weights(folder: Path, stems: Sequence[str]) -> Path:
     raise ModelError(f"{folder} has no weights: expected {stems[0]}.safetensors or .fp16.safetensors, found {present}.")
 
 
-def _as_named(file: WeightFile, unused: frozenset[str] = frozenset()) -> NamedWeights:
+def as_named(file: WeightFile, unused: frozenset[str] = frozenset()) -> NamedWeights:
     return NamedWeights(file, {name: Slot(name, shape) for name, shape in file.shapes.items() if name not in unused})
 
 
@@ -234,11 +237,11 @@ def _current_attention_name(name: str) -> str:
     return name
 
 
-def _notes_on_unknown_tensors(file: WeightFile) -> tuple[str, ...]:
-    """Name tensors outside the three parts that no known tool writes; inside a part they are an error."""
+def notes_on_unknown_tensors(file: WeightFile, further_parts: Sequence[str] = ()) -> tuple[str, ...]:
+    """Name tensors outside all parts that no known tool writes; inside a part they are an error."""
     parts = (UNET_PREFIX, VAE_PREFIX, CLIP_PREFIX, OPEN_CLIP_PREFIX, SDXL_CLIP_PREFIX, SDXL_OPEN_CLIP_PREFIX)
     unknown = [name for name in file.shapes if "." in name and not name.startswith((*parts, *_UNUSED_IN_CHECKPOINT))]
-    unknown = [name for name in unknown if not name.startswith("model.logit_scale")]
+    unknown = [name for name in unknown if not name.startswith(("model.logit_scale", *further_parts))]
     if not unknown:
         return ()
     return (f"{file.path.name} holds {len(unknown)} tensors of no known use, left out: {', '.join(unknown[:3])}.",)

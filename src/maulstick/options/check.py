@@ -15,6 +15,7 @@ from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.dataset_config import parse_resolution
 from maulstick.options.ip_adapter import check_ip_adapter
 from maulstick.options.network_types import check_network_type
+from maulstick.options.objective import check_objective
 from maulstick.options.schedules import check_schedule, schedule_leftovers
 from maulstick.options.schema import TrainOptions, flat_values
 from maulstick.options.sd_scripts_table import NETWORK_MODULES
@@ -54,6 +55,7 @@ def check_train_options(
     _check_rates(options)
     _check_data(options)
     check_schedule(options.schedule)
+    check_objective(options.objective)
     _check_samples(options)
     return [*guard_config(options)[1], *_leftovers(options, given)]
 
@@ -140,8 +142,7 @@ RANGES: dict[str, _Range] = {
     "max_bucket_reso": _ONE_OR_MORE,
     "bucket_reso_steps": _Range("a multiple of 8, at least 8", lambda value: value >= 8 and value % 8 == 0),
     "prior_loss_weight": _ZERO_OR_MORE,
-    "save_every_n_epochs": _ONE_OR_MORE,
-    "save_every_n_steps": _ONE_OR_MORE,
+    **dict.fromkeys(("save_every_n_epochs", "save_every_n_steps"), _ONE_OR_MORE),
     **dict.fromkeys(("save_last_n_epochs", "save_last_n_steps"), _ZERO_OR_MORE),
     **dict.fromkeys(("save_last_n_epochs_state", "save_last_n_steps_state"), _ZERO_OR_MORE),
     "initial_epoch": _ZERO_OR_MORE,
@@ -160,7 +161,10 @@ RANGES: dict[str, _Range] = {
     "lr_scheduler_power": _ABOVE_ZERO,
     "lr_scheduler_min_lr_ratio": _SHARE,
     "lr_scheduler_timescale": _ONE_OR_MORE,
-    "min_snr_gamma": _ABOVE_ZERO,
+    **dict.fromkeys(("min_snr_gamma", "logit_std", "training_shift"), _ABOVE_ZERO),
+    "t5xxl_max_token_length": _ONE_OR_MORE,
+    "logit_mean": _Range("a number", lambda value: True),
+    "mode_scale": _Range("from -1 to 1.75, where the density stays one", lambda value: -1 <= value <= 1.75),
     "noise_offset": _ZERO_OR_MORE,
     **dict.fromkeys(("rescue_after", "rescue_every", "rescue_keep", "rescue_limit"), _ONE_OR_MORE),
     "rescue_lr_factor": _Range("above 0 and at most 1", lambda value: 0 < value <= 1),
@@ -194,10 +198,10 @@ def _contradiction(first: str, second: str, explanation: str) -> OptionError:
 
 def _check_network(options: TrainOptions, given: Collection[str]) -> None:
     network = options.network
-    if network.network_module != "networks.lora":
+    if network.network_module not in ("networks.lora", "networks.lora_sd3"):
         said = NETWORK_MODULES.get(network.network_module, "there is no such network")
         raise OptionError(
-            f"network_module = {network.network_module}: {said}. Remove network_module or set it to networks.lora, and "
+            f"network_module = {network.network_module}: {said}. Remove network_module, and "
             "choose with network_type what is trained: lora, dora, loha, lokr, oft or ip_adapter."
         )
     if network.network_train_unet_only and network.network_train_text_encoder_only:
@@ -380,7 +384,8 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
     if network.network_train_unet_only:
         yield from line(set_otherwise("loraplus_text_encoder_lr_ratio"), "with network_train_unet_only")
     if network.network_train_text_encoder_only:
-        of_unet = ("conv_dim", "conv_alpha", "block_lr", *PART_WEIGHTS, *BLOCK_RANKS, "loraplus_unet_lr_ratio")
+        by_block = ("block_lr", *PART_WEIGHTS, *BLOCK_RANKS, "train_block_indices")
+        of_unet = ("conv_dim", "conv_alpha", *by_block, "loraplus_unet_lr_ratio")
         yield from line(set_otherwise(*of_unet), "with network_train_text_encoder_only")
     elif not _unet_rate(options):
         yield "A learning rate of 0 for the UNet: it is not trained, and not in the file."

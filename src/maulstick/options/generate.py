@@ -23,7 +23,7 @@ class PictureOptions:
     negative_prompt: str = ""
     """What not to draw, for prompts without their own --n."""
     width: int | None = None
-    """Width in pixels; without it 512, or the model's own size where that is smaller or 1024 (SDXL)."""
+    """Width in pixels; without it 512, or the model's own size where that is smaller or 1024 (SDXL, SD3)."""
     height: int | None = None
     """Height in pixels; the same."""
     steps: int = 30

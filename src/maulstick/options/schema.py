@@ -14,6 +14,7 @@ from cyclopts import Group, Parameter
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
 NetworkType = Literal["lora", "dora", "loha", "lokr", "oft", "ip_adapter"]
+WeightingScheme = Literal["logit_normal", "uniform", "none", "mode", "sigma_sqrt", "cosmap"]
 
 
 @Parameter(name="*", group=Group.create_ordered("Model"))
@@ -31,6 +32,16 @@ class ModelOptions:
     """Take the text states from this layer, counted from the end (1 = last, 2 = one before it)."""
     max_token_length: Literal[75, 150, 225] = 75
     """Longest caption, in tokens; longer ones are cut and reported."""
+    clip_l: str | None = None
+    """SD3: file of the first text encoder (CLIP-L), for a model file without one or instead of its own."""
+    clip_g: str | None = None
+    """SD3: file of the second text encoder (CLIP-G), in the same way."""
+    t5xxl: str | None = None
+    """SD3: the third text encoder (T5): a file, or a diffusers folder with text_encoder_3 and tokenizer_3."""
+    no_t5xxl: bool = False
+    """SD3: leave T5 out even if it is there, which saves 9 GB; the model was trained to do without it at times."""
+    t5xxl_max_token_length: int | None = None
+    """SD3: longest caption for T5, in tokens; 256 without it. CLIP always reads 75."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Network (what is trained)"))
@@ -63,13 +74,15 @@ class NetworkOptions:
     block_lr_zero_threshold: float | None = None
     """Weights that are not above this count as 0; a block of weight 0 gets no LoRA."""
     block_dims: str | None = None
-    """Rank of each block: 25 whole numbers (SDXL 23), 0 for none."""
+    """Rank of each block: 25 whole numbers (SDXL 23, SD3 one for each), 0 for none."""
     block_alphas: str | None = None
     """Scale numerator of each block, as many numbers."""
     conv_block_dims: str | None = None
     """Rank of each block for 3x3 convolutions, as many numbers."""
     conv_block_alphas: str | None = None
     """Scale numerator of each block for 3x3 convolutions, as many numbers."""
+    train_block_indices: str | None = None
+    """SD3: blocks that get a LoRA: all, none, or numbers and ranges such as 0-5,8; the others get none."""
     loraplus_lr_ratio: float | None = None
     """LoRA+: learning rate of the up factors as a multiple of that of the down factors; 16 is the paper's value."""
     loraplus_unet_lr_ratio: float | None = None
@@ -91,7 +104,7 @@ class NetworkOptions:
     dim_from_weights: bool = False
     """Take ranks and alphas from network_weights instead of network_dim and network_alpha."""
     network_train_unet_only: bool = False
-    """Train the UNet's LoRA only."""
+    """Train the LoRA of the UNet (or of SD3's transformer) only."""
     network_train_text_encoder_only: bool = False
     """Train the text encoder's LoRA only."""
     scale_weight_norms: float | None = None
@@ -227,13 +240,13 @@ class OptimizerOptions:
     learning_rate: float = 1e-4
     """Learning rate of all that has no rate of its own."""
     unet_lr: float | None = None
-    """Learning rate of the UNet's LoRA."""
+    """Learning rate of the LoRA of the UNet (or of SD3's transformer)."""
     text_encoder_lr: list[float] | None = None
-    """Learning rate of the text encoder's LoRA; for SDXL one value for both text encoders, or two."""
+    """Learning rate of the text encoder's LoRA; for SDXL and SD3 one value for both, or two."""
     text_encoder_lr1: float | None = None
-    """Learning rate of the first text encoder's LoRA (of SDXL: CLIP-L) alone."""
+    """Learning rate of the first text encoder's LoRA (of SDXL, SD3: CLIP-L) alone."""
     text_encoder_lr2: float | None = None
-    """Learning rate of the second text encoder's LoRA (of SDXL: OpenCLIP bigG) alone."""
+    """Learning rate of the second text encoder's LoRA (of SDXL, SD3: CLIP-G) alone."""
     optimizer_type: str = "AdamW"
     """Optimizer; `maulstick optimizers` lists them."""
     optimizer_args: list[str] = field(default_factory=list)
@@ -277,6 +290,16 @@ class ObjectiveOptions:
     """Limit the weight of nearly clean timesteps (min-SNR); 5 is the paper's value."""
     noise_offset: float | None = None
     """Add a per-channel offset to the noise, of this standard deviation, to reach dark and bright images."""
+    weighting_scheme: WeightingScheme | None = None
+    """SD3: how timesteps are drawn and weighed: logit_normal (the default), uniform, none, mode, sigma_sqrt, cosmap."""
+    logit_mean: float | None = None
+    """SD3: mean of logit_normal (0); above 0 noisier timesteps are drawn more often."""
+    logit_std: float | None = None
+    """SD3: standard deviation of logit_normal (1)."""
+    mode_scale: float | None = None
+    """SD3: how far mode moves from uniform (1.29)."""
+    training_shift: float | None = None
+    """SD3: moves drawn timesteps towards noise; without it the model's own (3), 1 leaves them where they are."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Gradient guardian"))

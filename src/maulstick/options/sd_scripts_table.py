@@ -199,34 +199,26 @@ _LOG: dict[str, NoEffect | Refused | Renamed] = {
     "console_log_simple": Refused("use console = plain", False),
 }
 
+_ONE_ENCODER = "dropping the text of one encoder is not supported (caption_dropout_rate drops that of all)"
 _SDXL_AND_SD3: dict[str, NoEffect | Refused | Renamed] = {
     "cache_text_encoder_outputs_to_disk": Refused("use cache_text_encoder_outputs", False, scripts="SDXL, SD3"),
     "disable_mmap_load_safetensors": NoEffect("how files are read is chosen by Maulstick", False, scripts="SDXL, SD3"),
     **{
-        name: Refused("SD3 models are not supported yet; remove it", default, also_off, scripts="SD3")
-        for name, default, also_off in (
-            ("clip_l", None, ()),
-            ("clip_g", None, ()),
-            ("t5xxl", None, ()),
-            ("save_clip", False, ()),
-            ("save_t5xxl", False, ()),
-            ("t5xxl_device", None, ()),
-            ("t5xxl_dtype", None, ()),
-            ("t5xxl_max_token_length", 256, ()),
-            ("text_encoder_batch_size", None, ()),
-            ("apply_lg_attn_mask", False, ()),
-            ("apply_t5_attn_mask", False, ()),
-            ("clip_l_dropout_rate", 0.0, ()),
-            ("clip_g_dropout_rate", 0.0, ()),
-            ("t5_dropout_rate", 0.0, ()),
-            ("pos_emb_random_crop_rate", 0.0, ()),
-            ("enable_scaled_pos_embed", False, ()),
-            ("training_shift", 1.0, ()),
-            ("weighting_scheme", "uniform", ("none", "logit_normal")),
-            ("logit_mean", 0.0, ()),
-            ("logit_std", 1.0, ()),
-            ("mode_scale", 1.29, ()),
-            ("blocks_to_swap", None, (0,)),
+        name: Refused(f"{why}; remove it", default, also_off, scripts="SD3")
+        for name, default, also_off, why in (
+            ("save_clip", False, (), "only the LoRA is saved"),
+            ("save_t5xxl", False, (), "only the LoRA is saved"),
+            ("t5xxl_device", None, (), "T5 is on the device only while it is needed"),
+            ("t5xxl_dtype", None, (), "T5 is in mixed_precision, and in bf16 instead of fp16, which it overflows"),
+            ("text_encoder_batch_size", None, (), "captions are encoded 16 at a time"),
+            ("apply_lg_attn_mask", False, (), "zeros in the place of padding are not supported"),
+            ("apply_t5_attn_mask", False, (), "zeros in the place of padding are not supported"),
+            ("clip_l_dropout_rate", 0.0, (), _ONE_ENCODER),
+            ("clip_g_dropout_rate", 0.0, (), _ONE_ENCODER),
+            ("t5_dropout_rate", 0.0, (), _ONE_ENCODER),
+            ("pos_emb_random_crop_rate", 0.0, (), "positions are always those of the middle, as in drawing"),
+            ("enable_scaled_pos_embed", False, (), "positions are always those of the middle, as in drawing"),
+            ("blocks_to_swap", None, (0,), "swapping blocks out of memory is not supported"),
         )
     },
 }
@@ -255,12 +247,14 @@ the keys that kohya_ss adds to its configuration files."""
 SUPPORTED_NETWORK_ARGUMENTS = (
     *("conv_dim", "conv_alpha", "rank_dropout", "module_dropout"),
     *("block_lr", "down_lr_weight", "mid_lr_weight", "up_lr_weight", "block_lr_zero_threshold"),
-    *("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas"),
+    *("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas", "train_block_indices"),
     *("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"),
     *("factor", "decompose_both", "wd_on_output"),
 )
 
 _LYCORIS = "belongs to LyCORIS and has no counterpart here; remove it"
+
+_RANKS_BY_KIND = ("emb_dims", *(f"{side}_{kind}_dim" for side in ("context", "x") for kind in ("attn", "mlp", "mod")))
 
 NETWORK_ARGUMENTS: Mapping[str, str] = {
     **dict.fromkeys(("use_tucker", "use_cp", "use_scalar", "rank_dropout_scale", "train_norm", "constraint"), _LYCORIS),
@@ -271,6 +265,11 @@ NETWORK_ARGUMENTS: Mapping[str, str] = {
     "dora_wd": "use network_type = dora with wd_on_output=True, which is LyCORIS' default",
     "unit": "belongs to networks.dylora, which is not supported; networks.lora is",
     "dropout": "use network_dropout",
+    "split_qkv": "query, key and value are trained as one, as sd-scripts does without it; 'maulstick convert --to "
+    "diffusers' writes them apart. Remove it",
+    "train_t5xxl": "T5 is not trained; remove it",
+    "verbose": "the plan is always shown; remove it",
+    **dict.fromkeys(_RANKS_BY_KIND, "ranks by kind of layer are not supported; use network_dim or block_dims"),
 }
 """Keys of ``network_args`` that other networks or later versions have, with what to do about them."""
 
@@ -281,7 +280,6 @@ NETWORK_MODULES: Mapping[str, str] = {
     "networks.dylora": "DyLoRA is not supported",
     "networks.oft": "network_type = oft trains one, in LyCORIS' form",
     "networks.lora_flux": "FLUX models are not supported yet",
-    "networks.lora_sd3": "SD3 models are not supported yet",
     "networks.lora_lumina": "Lumina models are not supported",
 }
 """What is to be said about sd-scripts' other network modules."""
@@ -291,7 +289,7 @@ _RESCUE_OPTIONS = frozenset(option.name for option in fields(RescueOptions))
 _AUTOPSY_OPTIONS = frozenset(option.name for option in fields(AutopsyOptions))
 _IP_ADAPTER_OPTIONS = frozenset(option.name for option in fields(IpAdapterOptions)) - {"conditioning_data_dir"}
 DIFFERENCES: Mapping[str, str] = {
-    "network_module": "networks.lora is the only one, and the default",
+    "network_module": "networks.lora is the default for all models; networks.lora_sd3 for SD3 is the same",
     "network_dim": "default 4, as sd-scripts takes when none is given",
     "learning_rate": "default 1e-4 (sd-scripts: 2e-6)",
     "caption_extension": "default .txt (sd-scripts: .caption); .txt and .caption are both found anyway",
@@ -303,6 +301,10 @@ DIFFERENCES: Mapping[str, str] = {
     "lr_warmup_skip_zero": "start the warm-up above 0",
     "max_skipped_fraction": "stop a run that is mostly skipping",
     "alarms": "alarms while training",
+    "weighting_scheme": "default logit_normal, as SD3 was trained (sd-scripts: uniform)",
+    "training_shift": "default the model's own, 3 (sd-scripts: 1)",
+    "t5xxl": "also a diffusers folder with text_encoder_3 and tokenizer_3",
+    "no_t5xxl": "leave T5 out",
     "text_encoder_lr": "one rate for all text encoders, or one for each",
     **dict.fromkeys(BY_NUMBER, "one value of text_encoder_lr by its number"),
     **dict.fromkeys(SUPPORTED_NETWORK_ARGUMENTS, "in sd-scripts only a key of network_args, which works too"),
@@ -320,7 +322,10 @@ DIFFERENCES: Mapping[str, str] = {
 }
 """Options that Maulstick has too, with another default or a limit."""
 
-_OTHERS = ("alarms", "console", "ema_decay", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", *BY_NUMBER)
+_OTHERS = (
+    *("alarms", "console", "ema_decay", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", "no_t5xxl"),
+    *BY_NUMBER,
+)
 MAULSTICK_ONLY = frozenset(
     {
         *_OTHERS,

@@ -19,7 +19,7 @@ def check_text_encoder_rates(optimizer: OptimizerOptions) -> None:
     if len(given) > MOST_TEXT_ENCODERS:
         raise OptionError(
             f"text_encoder_lr has {len(given)} values, but no model here has more than {MOST_TEXT_ENCODERS} text "
-            "encoders. Give one value, or for SDXL two."
+            "encoders. Give one value, or for SDXL and SD3 two."
         )
     numbered = [name for name in BY_NUMBER if getattr(optimizer, name) is not None]
     if given and numbered:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from maulstick.errors import OptionError
 from maulstick.families.base import Family
 from maulstick.families.ip_adapter import ImagePrompt
 from maulstick.pictures.prompts import Prompt
@@ -48,6 +49,14 @@ def draw_pictures(
             for start in range(0, len(alike), batch_size):
                 for picture in _draw_batch(family, settings, alike[start : start + batch_size], image_prompt):
                     finished(picture)
+
+
+def refuse_samplers(family: Family, samplers: Iterable[str | None]) -> None:
+    """Raise OptionError for a sampler that cannot draw with this family; None stands for the usual one."""
+    for sampler in samplers:
+        if sampler is not None and sampler not in family.sampler_names:
+            known = ", ".join(family.sampler_names)
+            raise OptionError(f"Sampler '{sampler}' does not fit {family.name}. Those that do: {known}.")
 
 
 @contextmanager

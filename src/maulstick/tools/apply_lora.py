@@ -1,4 +1,4 @@
-"""Putting LoRA files on a loaded model, through diffusers' own loader, with strengths by block."""
+"""Putting LoRA files on a loaded model, with strengths by block."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from maulstick.adapters.block_presets import BASE, BlockRatios, builtin_presets, resolve_ratios
 from maulstick.adapters.factors import LoraWeights
 from maulstick.adapters.files import assign_modules, data_hash, lora_tensors
+from maulstick.adapters.lora import add_lora, set_strengths
 from maulstick.adapters.module_kinds import (
     AdapterModule,
     DoraWeights,
@@ -80,7 +81,7 @@ def apply_loras(
     """Put LoRA files on the live modules of ``family``, all active with their strengths.
 
     Every module gets exactly the strength its file gives it: alphas are folded into the factors, because diffusers
-    reads one alpha for a whole network.
+    reads one alpha for a whole network. Where diffusers knows the names that files have, its own loader puts them on.
 
     Args:
         presets: ratios by block by name, before those that there are anyway.
@@ -102,6 +103,7 @@ def apply_loras(
         else resolve_ratios(choice.lbw, layout, known, where=f"--lora {choice.path}: lbw", draw=draw, x=choice.x)
         for choice in choices
     ]
+    family.prepare_for_adapters()
     pipeline = family.pipeline("euler")
     networks = _networks(family)
     modules = {
@@ -123,13 +125,20 @@ def apply_loras(
         }
         # peft refuses a dot in an adapter's name, so the file's own name will not do.
         name = f"lora_{number}"
-        # It would warn about a LoRA without a text encoder part, which is the usual kind.
-        with quiet_libraries():
-            pipeline.load_lora_weights(lora_tensors(fitted, family.key_names, folding="no_alpha"), adapter_name=name)
+        if family.key_names.read_by_diffusers:
+            # It would warn about a LoRA without a text encoder part, which is the usual kind.
+            with quiet_libraries():
+                tensors = lora_tensors(fitted, family.key_names, folding="no_alpha")
+                pipeline.load_lora_weights(tensors, adapter_name=name)
+        else:
+            for component, part in fitted.items():
+                add_lora(networks[component], part, component=component, adapter_name=name)
         places = Counter(_place(family, component, path) for component, part in fitted.items() for path in part)
         unmatched = tuple(assigned.unmatched)
         applied.append(AppliedLora(choice, data_hash(choice.path), places, unmatched, own_ratios, name))
-    pipeline.set_adapters([lora.adapter_name for lora in applied])
+    for network in networks.values():
+        own = getattr(network, "peft_config", {})
+        set_strengths(network, {lora.adapter_name: 1.0 for lora in applied if lora.adapter_name in own})
     set_block_shares(family, applied)
     for network in networks.values():
         network.requires_grad_(False)

@@ -15,16 +15,19 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from maulstick.adapters.joint_layout import separated_module
+from maulstick.adapters.joint_names import DENOISER_PREFIX, DIFFUSERS_PREFIX, TRANSFORMER, JointKeyNames
 from maulstick.adapters.key_names import from_original_layout
 from maulstick.adapters.lora_family import FAMILIES, LoraFamily
+from maulstick.adapters.module_kinds import AdapterModule, exact_factors
 from maulstick.adapters.safetensors_stream import SafetensorsReader, TensorSpec, tensor_bytes
 from maulstick.errors import ModelError
-from maulstick.families.recognise import SD1, SD2, SDXL, Recognised, recognise_file, recognise_folder
+from maulstick.families.recognise import SD1, SD2, SD3, SDXL, Recognised, recognise_file, recognise_folder
 from maulstick.weight_files import PickleFile, open_weights
 
-_WANTED = "an SD 1.x, SD 2.x or SDXL text-to-image model"
+_WANTED = "an SD 1.x, SD 2.x, SDXL or SD3 text-to-image model"
 _UNET_PREFIX = "model.diffusion_model."
-COMPONENTS = ("unet", "text_encoder", "text_encoder_2", "vae")
+COMPONENTS = ("unet", TRANSFORMER, "text_encoder", "text_encoder_2", "text_encoder_3", "vae")
 _WEIGHT_STEMS = ("diffusion_pytorch_model", "model", "pytorch_model")
 _OPEN_CLIP_PARTS = {
     "attn.out_proj.weight": "self_attn_out_proj",
@@ -124,6 +127,19 @@ class Checkpoint:
         source, name, part = self.places[module]
         return part.rows(source.read(name))
 
+    def pieces(self, name: str, module: AdapterModule) -> dict[str, AdapterModule]:
+        """The module ``name`` as what it changes here, by the names in ``places``: one, or one for each of the tensors
+        that this layout has in the place of a single weight.
+
+        Raises:
+            Unsupported: it would have to be taken apart, and its kind does not allow that.
+        """
+        is_joint = self.is_folder and isinstance(self.family.key_names, JointKeyNames)
+        if not is_joint or not name.startswith(DENOISER_PREFIX):
+            return {name: module}
+        parts = separated_module(name, exact_factors(module))
+        return {DIFFUSERS_PREFIX + _underscored(location.path): part for location, part in parts.items()}
+
     def tensors(self) -> Iterator[tuple[str, TensorSource, str]]:
         """(component, source, name) of every tensor."""
         for component, files in self.sources.items():
@@ -133,7 +149,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a diffusers folder or a single file of SD 1.x, SD 2.x or SDXL; no tensor is read yet.
+    """Open a diffusers folder or a single file of SD 1.x, SD 2.x, SDXL or SD3; no tensor is read yet.
 
     Raises:
         ModelError: it is something else, damaged or incomplete; the message says what.
@@ -144,8 +160,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
     if path.is_dir():
         family = _family(recognise_folder(path), path)
         sources = {name: _component_sources(path / name) for name in COMPONENTS if (path / name).is_dir()}
-        if "unet" not in sources:
-            raise ModelError(f"The model folder {path} is not complete: it lacks unet.")
+        denoiser = TRANSFORMER if isinstance(family.key_names, JointKeyNames) else "unet"
+        if denoiser not in sources:
+            raise ModelError(f"The model folder {path} is not complete: it lacks {denoiser}.")
     else:
         recognised = recognise_file(open_weights(path))
         family = _family(recognised, path)
@@ -169,7 +186,7 @@ def open_source(path: Path) -> TensorSource:
 
 
 def _family(recognised: Recognised, path: Path) -> LoraFamily:
-    kinds = {SD1: "sd1", SD2: "sd2", SDXL: "sdxl"}
+    kinds = {SD1: "sd1", SD2: "sd2", SDXL: "sdxl", SD3: "sd3"}
     if recognised not in kinds:
         raise recognised.refusal(path, _WANTED)
     return FAMILIES[kinds[recognised]]
@@ -209,13 +226,16 @@ def _parts(component: str, name: str, family: LoraFamily) -> tuple[Part, ...]:
     if name.startswith(_UNET_PREFIX):
         path = name.removeprefix(_UNET_PREFIX)
         return _weight_part(f"lora_unet_{from_original_layout(_underscored(path))}", path)
+    if joint := re.fullmatch(r"text_encoders\.(clip_l|clip_g|t5xxl)\.transformer\.(.+)", name):
+        prefix = {"clip_l": "lora_te1", "clip_g": "lora_te2", "t5xxl": "lora_te3"}[joint[1]]
+        return _text_part(prefix, joint[2])
     encoder = re.fullmatch(r"(cond_stage_model|conditioner\.embedders\.[01])\.(?:(transformer)|model)\.(.+)", name)
     if encoder is None:
         return ()
     is_second, is_clip, path = encoder[1].endswith(".1"), encoder[2] is not None, encoder[3]
     prefix = "lora_te2" if is_second else _first_encoder(family)
     if is_clip:
-        return _clip_part(prefix, path)
+        return _text_part(prefix, path)
     layer = re.fullmatch(r"transformer\.resblocks\.(\d+)\.(.+)", path)
     if layer is None:
         return ()
@@ -227,18 +247,23 @@ def _parts(component: str, name: str, family: LoraFamily) -> tuple[Part, ...]:
 
 
 def _first_encoder(family: LoraFamily) -> str:
-    return "lora_te1" if family.kind == "sdxl" else "lora_te"
+    return "lora_te1" if family.kind in ("sdxl", "sd3") else "lora_te"
 
 
 def _folder_part(component: str, name: str, family: LoraFamily) -> tuple[Part, ...]:
     if component == "unet":
         return _weight_part(f"lora_unet_{_underscored(name)}", name)
+    if component == TRANSFORMER:
+        return _weight_part(DIFFUSERS_PREFIX + _underscored(name), name)
     if component == "vae":
         return ()
-    return _clip_part(_first_encoder(family) if component == "text_encoder" else "lora_te2", name)
+    further = {"text_encoder_2": "lora_te2", "text_encoder_3": "lora_te3"}
+    return _text_part(further.get(component) or _first_encoder(family), name)
 
 
-def _clip_part(prefix: str, path: str) -> tuple[Part, ...]:
+def _text_part(prefix: str, path: str) -> tuple[Part, ...]:
+    if prefix == "lora_te3":
+        return _weight_part(f"{prefix}_{_underscored(path)}", path) if path.startswith("encoder.block.") else ()
     path = path.removeprefix("text_model.")
     return _weight_part(f"{prefix}_text_model_{_underscored(path)}", path) if path.startswith("encoder.") else ()
 

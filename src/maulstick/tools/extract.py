@@ -158,6 +158,8 @@ def _refuse_different_models(base: Checkpoint, tuned: Checkpoint) -> None:
             f"{base.path} is {base.family.name}, {tuned.path} is {tuned.family.name}; a LoRA is the difference of two "
             "models of one family."
         )
+    if base.family.kind == "sd3":
+        raise ModelError(f"{base.path} is {base.family.name}; LoRA cannot be extracted from its checkpoints yet.")
     for name in base.places:
         if name in tuned.places and base.module_shape(name) != tuned.module_shape(name):
             raise ModelError(

@@ -15,7 +15,7 @@ from maulstick.adapters.block_weights import BlockLayout, block_list
 from maulstick.errors import OptionError
 from maulstick.families.load import load_family
 from maulstick.options.generate import GenerateOptions, OutputOptions, PictureOptions, Sampler
-from maulstick.pictures.drawing import Picture, draw_pictures
+from maulstick.pictures.drawing import Picture, draw_pictures, refuse_samplers
 from maulstick.pictures.grid import labelled_grid
 from maulstick.pictures.picture_files import PictureFacts, UsedLora, write_new_picture
 from maulstick.pictures.prompts import Prompt, check_prompts, default_prompt, parse_prompt, read_prompts
@@ -52,6 +52,7 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
     if precision == "auto":
         precision = "fp16" if device.type == "cuda" else "float"
     family = load_family(options.model, device=device, dtype=_DTYPES[precision])
+    refuse_samplers(family, [options.picture.sampler, *(prompt.sampler for prompt in prompts)])
     for note in family.notes:
         say(note)
     # A run that is repeated with its seed draws the same weights.

@@ -27,7 +27,10 @@ from maulstick.tools.strengths import Presets, strength_facts, strength_function
 from maulstick.train.console import RunConsole
 
 # What a single file holds beside the networks (noise schedules, counters) keeps its number format.
-_NETWORK_PREFIXES = ("model.diffusion_model.", "first_stage_model.", "cond_stage_model.", "conditioner.")
+_NETWORK_PREFIXES = (
+    *("model.diffusion_model.", "first_stage_model."),
+    *("cond_stage_model.", "conditioner.", "text_encoders."),
+)
 _WEIGHT_ENDINGS = (".safetensors", ".bin", ".ckpt", ".pt", ".pth", ".msgpack", ".h5", ".onnx")
 
 
@@ -70,15 +73,15 @@ def plan_merge(base: Checkpoint, choices: Sequence[LoraChoice], presets: Presets
     for choice in choices:
         file = read_adapter(choice.path)
         named = with_family_prefixes(file.modules, base.family)
-        missing = tuple(name for name in file.modules if named[name] not in base.places)
+        pieces = {name: _pieces(base, file, named[name], module) for name, module in file.modules.items()}
+        missing = tuple(name for name, parts in pieces.items() if not all(part in base.places for part in parts))
         if len(missing) == len(file.modules) or not file.family.may_be(base.family):
             raise _wrong_family(base, file)
         strength_of = strength_function(choice, base.family, presets)
-        for name, module in file.modules.items():
-            place = base.places.get(named[name])
+        for name, parts in pieces.items():
             strength = strength_of(named[name])
-            if place is not None and strength != 0:
-                source, tensor, part = place
+            for piece, module in parts.items() if strength != 0 and name not in missing else ():
+                source, tensor, part = base.places[piece]
                 change = Change(part, module, strength, f"{file.path}: module '{name}'")
                 changes.setdefault((component_of_source[id(source)], tensor), []).append(change)
         unmatched[choice.path] = missing
@@ -88,6 +91,17 @@ def plan_merge(base: Checkpoint, choices: Sequence[LoraChoice], presets: Presets
         unmatched,
         history_entry("merge", base=base.path.name, sources=sources),
     )
+
+
+def _pieces(base: Checkpoint, file: AdapterFile, name: str, module: AdapterModule) -> dict[str, AdapterModule]:
+    """The module by what it changes; none where the checkpoint has no such weight."""
+    try:
+        return base.pieces(name, module) or {name: module}
+    except Unsupported as reason:
+        raise ModelError(
+            f"{file.path}: module '{name}' {reason}. A single file in the original layout holds it whole; merge into "
+            "that."
+        ) from None
 
 
 def _wrong_family(base: Checkpoint, file: AdapterFile) -> ModelError:

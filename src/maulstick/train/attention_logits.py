@@ -17,7 +17,9 @@ _MOST_KEYS = 1024
 class LogitMeter:
     """Collects, while ``watching``, the largest ``|q·k| / sqrt(head width)`` of each attention.
 
-    Long sequences are sampled evenly (128 queries, 1024 keys), so the value is a lower bound there.
+    Long sequences are sampled evenly (128 queries, 1024 keys), so the value is a lower bound there. So it is in SD3,
+    where the tokens of text have projections of their own that are not looked at; attention with norms of query and
+    key cannot grow, and is left out.
     """
 
     def __init__(self, networks: Mapping[str, nn.Module]) -> None:
@@ -30,6 +32,15 @@ class LogitMeter:
         self._largest: dict[str, Tensor] = {}
         self._waiting: dict[str, Tensor] = {}
 
+        self._joined = [
+            (f"{network}.{path}", module.to_qkv, heads)
+            for network, root in networks.items()
+            for path, module in root.named_modules()
+            if isinstance(getattr(module, "to_qkv", None), nn.Module)
+            and getattr(module, "norm_q", None) is None
+            and (heads := _heads(module)) is not None
+        ]
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watch the forward passes inside."""
@@ -37,6 +48,8 @@ class LogitMeter:
         handles = []
         for name, query, key, heads in self._attentions:
             handles += [part.register_forward_hook(self._hook(name, heads)) for part in (query, key)]
+        for name, projection, heads in self._joined:
+            handles.append(projection.register_forward_hook(self._joined_hook(name, heads)))
         try:
             yield
         finally:
@@ -59,11 +72,20 @@ class LogitMeter:
                 # Whichever comes first waits for the other: their product is the same either way.
                 self._waiting[name] = output.detach()
                 return
-            value = _largest_logit(first, output.detach(), heads)
-            seen = self._largest.get(name)
-            self._largest[name] = value if seen is None else torch.maximum(seen, value)
+            self._see(name, _largest_logit(first, output.detach(), heads))
 
         return after
+
+    def _joined_hook(self, name: str, heads: int) -> Any:
+        def after(module: nn.Module, args: Any, output: Tensor) -> None:
+            query, key, _ = output.detach().chunk(3, dim=-1)
+            self._see(name, _largest_logit(query, key, heads))
+
+        return after
+
+    def _see(self, name: str, value: Tensor) -> None:
+        seen = self._largest.get(name)
+        self._largest[name] = value if seen is None else torch.maximum(seen, value)
 
 
 @torch.no_grad()

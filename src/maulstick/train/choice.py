@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import nn
 
 from maulstick.adapters.block_ranks import parse_block_ranks
+from maulstick.adapters.block_selection import parse_block_selection
 from maulstick.adapters.block_table import read_block_table
 from maulstick.adapters.block_weights import (
     BlockLayout,
@@ -63,14 +64,22 @@ def choose_targets(family: Family, options: TrainOptions) -> Choice:
         OptionError: numbers by block are unusable, or nothing is left to train.
     """
     network, denoiser = options.network, family.denoiser_naming.component
+    _refuse_other_network(network, family)
+    family.prepare_for_adapters()
     layout = family.block_layout()
+    chosen_blocks = _chosen_blocks(network, layout)
     weights = None if network.network_train_text_encoder_only else read_block_weights(network, layout)
     rates = _rates(family, options, weights)
+    if chosen_blocks is not None and not chosen_blocks:
+        rates.pop(denoiser, None)
     if not rates:
         raise OptionError(
-            "Nothing would be trained: unet_lr and text_encoder_lr (or learning_rate) leave no network a rate above 0."
+            "Nothing would be trained: unet_lr and text_encoder_lr (or learning_rate) leave no network a rate above 0"
+            f"{'' if chosen_blocks is None else ', and train_block_indices = none leaves out the denoiser'}."
         )
     networks = {name: family.denoiser if name == denoiser else family.text_encoders[name] for name in rates}
+    if denoiser in networks:
+        _refuse_conv_without_convolutions(network, family)
     kind = adapter_kind(network)
     start_weights = _read_start_weights(network.network_weights, networks, family, kind)
     targets: Targets = {}
@@ -81,6 +90,8 @@ def choose_targets(family: Family, options: TrainOptions) -> Choice:
             targets[name] = _planned_targets(root, name, family, network, layout)
         targets[name] = [kind.fitted(target) for target in targets[name]]
     _refuse_other_ranks(targets, start_weights, network.network_weights, kind)
+    if chosen_blocks is not None and denoiser in targets:
+        _leave_out_unchosen(denoiser, chosen_blocks, targets, start_weights)
     if weights is not None and targets.get(denoiser):
         _leave_out_blocks(denoiser, weights, layout, Choice(targets, start_weights, rates))
     targets = {name: chosen for name, chosen in targets.items() if chosen}
@@ -93,6 +104,36 @@ def read_block_weights(network: NetworkOptions, layout: BlockLayout) -> BlockWei
         return read_block_table(layout, network.block_lr, network.block_lr_zero_threshold)
     by_part = {"down": network.down_lr_weight, "mid": network.mid_lr_weight, "up": network.up_lr_weight}
     return read_part_weights(layout, by_part, network.block_lr_zero_threshold)
+
+
+def _refuse_other_network(network: NetworkOptions, family: Family) -> None:
+    if network.network_module not in ("networks.lora", family.network_module):
+        raise OptionError(
+            f"network_module = {network.network_module}, but the model is {family.name}. Leave network_module out: it "
+            "follows from the model."
+        )
+
+
+def _chosen_blocks(network: NetworkOptions, layout: BlockLayout) -> frozenset[int] | None:
+    """Return the blocks of ``train_block_indices``; None for all."""
+    if network.train_block_indices is None:
+        return None
+    return parse_block_selection(network.train_block_indices, layout)
+
+
+def _refuse_conv_without_convolutions(network: NetworkOptions, family: Family) -> None:
+    given = next((name for name in ("conv_dim", "conv_block_dims") if getattr(network, name) is not None), None)
+    found = find_targets(family.denoiser, UNET_CONV_CONTAINERS) if given else []
+    if given and not any(module.kind.startswith("conv") for module in found):
+        raise OptionError(f"{given} is given, but {family.name} has no convolutions to train. Leave it out.")
+
+
+def _leave_out_unchosen(denoiser: str, chosen: frozenset[int], targets: Targets, start_weights: StartWeights) -> None:
+    """Take the modules of other blocks, and of none, out of what is trained."""
+    targets[denoiser] = [target for target in targets[denoiser] if target.block in chosen]
+    kept = {target.path for target in targets[denoiser]}
+    if denoiser in start_weights:
+        start_weights[denoiser] = {path: w for path, w in start_weights[denoiser].items() if path in kept}
 
 
 def _rates(family: Family, options: TrainOptions, weights: BlockWeights | None) -> Rates:

@@ -119,7 +119,7 @@ class LoraTraining(Trains):
         return {
             "network_dim": _common([component.rank for component in components]),
             "network_alpha": _common([component.alpha for component in components]),
-            "network_module": self.kind.network_module,
+            "network_module": (self.family.network_module if self.kind.algorithm is None else self.kind.network_module),
             "network_args": {**self.kind.metadata(), **given} or None,
             "network_dropout": network.network_dropout,
         }

@@ -72,13 +72,14 @@ class AdapterOutput:
         facts = LoraRunFacts(
             base_model_version=self.family.base_model_version,
             v2=self.family.base_model_version.startswith("sd_v2"),
+            further=self.family.objective_metadata(),
             output_name=o.run.output_name,
             model_spec=ModelSpecFacts(
                 architecture=self.family.architecture,
                 date=datetime.now().astimezone().replace(microsecond=0, tzinfo=None).isoformat(),
                 implementation_version=f"maulstick/{__version__}",
                 resolution=plan.resolution,
-                prediction_type="v" if self.family.prediction_type == "v_prediction" else "epsilon",
+                prediction_type=_PREDICTIONS.get(self.family.prediction_type),
                 encoder_layer=o.model.clip_skip,
             ),
             base_model=self._base_model_facts(),
@@ -162,6 +163,10 @@ class AdapterOutput:
             "noise_offset": o.objective.noise_offset,
             "scale_weight_norms": o.network.scale_weight_norms,
         }
+
+
+_PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
+"""What ``modelspec.prediction_type`` knows."""
 
 
 def dataset_facts(prepared: Prepared) -> DatasetFacts:

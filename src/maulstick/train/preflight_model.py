@@ -29,9 +29,11 @@ _PROBE_SHARES = (0.5, 0.65, 0.8)
 """Timesteps of the probe, as shares of the schedule: noisy enough that noise and v differ, and not yet all noise."""
 
 OVERFLOWS_IN_FP16 = {
+    "SD3 medium": "Its attention has no norms of query and key, so logits grow with training; runs in fp16 turned NaN "
+    "after two to three thousand steps.",
     "SD 2.x": "The attention of SD 2.x reaches values that fp16 cannot hold (65504); runs turned NaN at random.",
 }
-"""Family name -> why it should not be trained in fp16. Reports: diffusers #2875, Tune-A-Video #103."""
+"""Family name -> why it should not be trained in fp16. Reports: diffusers #8599 and #2875, Tune-A-Video #103."""
 
 
 def fp16_on_overflowing_family(prepared: Prepared) -> list[Finding]:

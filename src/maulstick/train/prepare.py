@@ -21,6 +21,7 @@ from maulstick.options.dataset_config import dataset_specs
 from maulstick.options.load import LoadedOptions
 from maulstick.options.schedules import schedule_name
 from maulstick.options.schema import TrainOptions
+from maulstick.pictures.drawing import refuse_samplers
 from maulstick.train.choice import Rates, Targets
 from maulstick.train.console import RunConsole, make_console
 from maulstick.train.events import json_value
@@ -71,7 +72,10 @@ def prepare(
         device=device,
         dtype=DTYPES[options.run.mixed_precision],
         gradient_checkpointing=options.run.gradient_checkpointing,
+        objective=options.objective,
     )
+    if options.sample.sample_prompts is not None:
+        refuse_samplers(family, [options.sample.sample_sampler])
     index = _read_images(specs, family, console)
     index = replace(index, findings=(*index.findings, *long_captions(index, family, options.model.max_token_length)))
     trains = choose_what_trains(family, options)
@@ -108,7 +112,7 @@ def _read_images(specs: Any, family: Family, console: RunConsole) -> DatasetInde
         shown = done
 
     try:
-        return build_index(specs, vae_scale=family.vae_scale, progress=progress)
+        return build_index(specs, vae_scale=family.size_multiple, progress=progress)
     finally:
         console.end()
 
@@ -122,7 +126,8 @@ def long_captions(index: DatasetIndex, family: Family, limit: int) -> list[Findi
     longest = max(counted.values())
     message = f"{names(paths)}: captions of more than {limit} tokens (longest: {longest}); the rest is cut off."
     why = "What stands behind the cut is never learned."
-    advice = "Shorten them, or set max_token_length to 150 or 225." if limit < 225 else "Shorten them."
+    longer = [str(length) for length in family.token_limits if length > limit]
+    advice = f"Shorten them, or set max_token_length to {' or '.join(longer)}." if longer else "Shorten them."
     return [Finding(Severity.WARNING, "caption_too_long", paths, message, why, advice)]
 
 

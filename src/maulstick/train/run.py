@@ -23,6 +23,7 @@ from maulstick.guard import GradientGuard
 from maulstick.options.check import guard_config
 from maulstick.options.load import LoadedOptions
 from maulstick.options.schema import SampleOptions, flat_values
+from maulstick.pictures.drawing import refuse_samplers
 from maulstick.pictures.picture_files import PictureFacts
 from maulstick.pictures.prompts import Prompt, check_prompts, read_prompts
 from maulstick.train.average import weight_average
@@ -125,6 +126,7 @@ class TrainingRun:
             world=self.accelerator.num_processes,
             seed=seed,
         )
+        refuse_samplers(prepared.family, [prompt.sampler for prompt in self._prompts])
         run = self.options.run
         uses_states = bool(run.resume or run.save_state or run.save_state_on_train_end)
         facts = run_facts(prepared, self.accelerator.num_processes) if uses_states else {}

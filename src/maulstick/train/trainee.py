@@ -21,7 +21,9 @@ class Trainee(nn.Module):
         self.precision = precision
         self.networks = nn.ModuleDict({"denoiser": family.denoiser})
         if trains_text_encoders:
-            self.networks.update(dict(family.text_encoders))
+            # One that never trains stays out: here it would get the dropout of training mode.
+            trained = family.text_encoder_naming
+            self.networks.update({name: part for name, part in family.text_encoders.items() if name in trained})
 
     def forward(
         self,

@@ -1,0 +1,125 @@
+"""The tools for LoRA files on SD3: merging into folder and file, converting, inspecting, drawing with any form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from maulstick.adapters.factors import delta_weight
+from maulstick.adapters.read_formats import read_adapter
+from maulstick.adapters.write_formats import save_layout
+from maulstick.errors import ModelError, OptionError
+from maulstick.families.load import load_family
+from maulstick.options.schema import ModelOptions
+from maulstick.tools.apply_lora import apply_loras
+from maulstick.tools.checkpoint import open_checkpoint
+from maulstick.tools.convert import convert_lora
+from maulstick.tools.extract import ExtractChoice, extract_lora
+from maulstick.tools.inspect_lora import inspect_lora
+from maulstick.tools.lora_choice import LoraChoice, parse_lora_choice
+from maulstick.tools.merge_checkpoint import merge_into_checkpoint, plan_merge
+from maulstick.train.console import QuietConsole
+from tests.adapters.test_joint_layout import kohya_file
+from tests.models import model_folder
+from tests.sd3_models import sd3_file, sd3_folder
+
+
+@pytest.fixture(scope="module")
+def lora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return kohya_file(tmp_path_factory.mktemp("lora") / "style.safetensors")
+
+
+def load(path: Path):
+    options = ModelOptions(pretrained_model_name_or_path=str(path), no_t5xxl=True)
+    family = load_family(options, device="cpu", dtype=torch.float32)
+    family.prepare_for_adapters()
+    return family
+
+
+def merge(base: Path, output: Path, lora: Path, weight: float) -> Path:
+    opened = open_checkpoint(base)
+    plan = plan_merge(opened, [LoraChoice(lora, weight)])
+    assert plan.unmatched == {lora: ()}
+    merge_into_checkpoint(opened, plan, output, QuietConsole())
+    return output
+
+
+@pytest.mark.parametrize("form", ["folder", "file"])
+@pytest.mark.parametrize("layout", ["kohya", "diffusers"])
+def test_a_merged_checkpoint_has_the_change_of_every_module(lora: Path, tmp_path: Path, form: str, layout: str) -> None:
+    base = sd3_folder(with_t5=False) if form == "folder" else sd3_file()
+    file = read_adapter(lora)
+    if layout == "diffusers":
+        tensors, metadata = convert_lora(file, tmp_path / "other.safetensors", layout="diffusers")
+        save_layout(tmp_path / "other.safetensors", tensors, metadata, layout="diffusers")
+        lora = tmp_path / "other.safetensors"
+    merged = merge(base, tmp_path / ("merged" if form == "folder" else "merged.safetensors"), lora, 0.5)
+    before, after = load(base), load(merged)
+    changed = 0
+    for name, module in file.modules.items():
+        component, path = before.key_names.locate(name)
+        networks = [
+            family.denoiser if component == "transformer" else family.text_encoders[component]
+            for family in (before, after)
+        ]
+        old, new = (network.get_submodule(path).weight for network in networks)
+        torch.testing.assert_close(new - old, 0.5 * delta_weight(module), rtol=1e-4, atol=1e-5)
+        changed += 1
+    assert changed == 32
+    untouched = ("context_embedder.weight", "pos_embed.proj.weight", "transformer_blocks.0.attn2.norm_q.weight")
+    for name in untouched:
+        assert torch.equal(after.denoiser.state_dict()[name], before.denoiser.state_dict()[name])
+
+
+def test_a_lora_of_another_family_is_refused(lora: Path) -> None:
+    with pytest.raises(ModelError, match="is a LoRA for Stable Diffusion 3, but"):
+        plan_merge(open_checkpoint(model_folder()), [LoraChoice(lora, 1.0)])
+
+
+def test_every_form_draws_with_the_same_change(lora: Path, tmp_path: Path) -> None:
+    file = read_adapter(lora)
+    tensors, metadata = convert_lora(file, tmp_path / "theirs.safetensors", layout="diffusers")
+    save_layout(tmp_path / "theirs.safetensors", tensors, metadata, layout="diffusers")
+    family = load(sd3_folder(with_t5=False))
+    first, second = apply_loras(
+        family, [parse_lora_choice(f"{lora}:0.5:te=0.25"), parse_lora_choice(f"{tmp_path / 'theirs.safetensors'}:-0.5")]
+    )
+    assert (first.modules, second.modules, first.unmatched) == (32, 32, ())
+    assert first.modules_by_place == {"block.0": 12, "block.1": 10, "block.2": 7, "BASE": 3}
+    noisy, times = torch.randn(1, 16, 8, 8, generator=torch.Generator().manual_seed(0)), torch.tensor([500.0])
+    generator = torch.Generator().manual_seed(1)
+    text = {
+        "encoder_hidden_states": torch.randn(1, 9, 256, generator=generator),
+        "pooled_projections": torch.randn(1, 160, generator=generator),
+    }
+    plain = load(sd3_folder(with_t5=False)).predict(noisy, times, text)
+    # What the one adds the other takes away again.
+    torch.testing.assert_close(family.predict(noisy, times, text), plain, rtol=1e-3, atol=1e-3)
+    (alone,) = apply_loras(again := load(sd3_folder(with_t5=False)), [parse_lora_choice(f"{lora}:0.5")])
+    assert alone.modules == 32
+    merged = load(merge(sd3_folder(with_t5=False), tmp_path / "merged", lora, 0.5))
+    expected = merged.predict(noisy, times, text)
+    torch.testing.assert_close(again.predict(noisy, times, text), expected, rtol=1e-3, atol=1e-3)
+    assert (expected - plain).abs().max() > 0.1
+
+
+def test_inspect_counts_by_joint_block(lora: Path) -> None:
+    facts = inspect_lora(lora)
+    assert (facts.family, facts.layout) == ("Stable Diffusion 3", "kohya")
+    assert {block.block: block.modules for block in facts.blocks} == {
+        "TE1": 2,
+        "TE2": 1,
+        "joint 00": 12,
+        "joint 01": 10,
+        "joint 02": 7,
+    }
+
+
+def test_what_is_not_there_for_sd3_is_refused(lora: Path) -> None:
+    with pytest.raises(OptionError, match="lbw"):
+        apply_loras(load(sd3_folder(with_t5=False)), [parse_lora_choice(f"{lora}:lbw=OUTALL")])
+    base = open_checkpoint(sd3_file())
+    with pytest.raises(ModelError, match="cannot be extracted from its checkpoints yet"):
+        extract_lora(base, base, ExtractChoice())
