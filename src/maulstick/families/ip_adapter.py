@@ -138,7 +138,7 @@ class IpAdapter(ABC):
                 then.
         """
         if file.spec.kind != self.spec.kind:
-            raise ModelError(f"{file.path} is a {file.spec.title}, not a {self.spec.title}.")
+            raise ModelError(f"{file.path} is an {file.spec.title}, not an {self.spec.title}.")
         misfit = describe_misfit(file.tensors, self.file_tensors())
         if misfit is not None:
             raise ModelError(f"{file.path} does not fit this model: {misfit}.")

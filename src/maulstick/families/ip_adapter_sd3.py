@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from maulstick.adapters.ip_adapter_files import DEPTH, IpAdapterSpec
 from maulstick.errors import ModelError
 from maulstick.families.ip_adapter import IpAdapter, Layers, freeze_all_but, plain_weight
+from maulstick.families.joint_layout import is_joined
 
 _HEAD_WIDTH = 64
 _RESAMPLER_WIDTH = 1280
@@ -93,6 +94,8 @@ class Sd3IpAdapter(IpAdapter):
         """
         if getattr(transformer, "image_proj", None) is not None:
             raise ModelError("The transformer has an IP-Adapter already.")
+        if is_joined(transformer):
+            raise ModelError("A LoRA and an IP-Adapter together are not supported for SD3 yet. Leave one of them out.")
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             layers = make_sd3_layers(transformer, spec)

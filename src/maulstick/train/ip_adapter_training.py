@@ -87,8 +87,8 @@ class IpAdapterTraining(Trains):
         file = read_ip_adapter(path)
         if file.spec != self.spec:
             raise OptionError(
-                f"network_weights: {path} is a {file.spec.title} of {file.spec.tokens} tokens for features "
-                f"{file.spec.feature_width} wide; this run plans a {self.spec.title} of {self.spec.tokens} tokens for "
+                f"network_weights: {path} is an {file.spec.title} of {file.spec.tokens} tokens for features "
+                f"{file.spec.feature_width} wide; this run plans an {self.spec.title} of {self.spec.tokens} tokens for "
                 f"features {self.spec.feature_width} wide. Set ip_adapter_type, ip_adapter_tokens and image_encoder to "
                 "what the file was trained with."
             )
