@@ -89,7 +89,7 @@ def test_a_whole_model_serves_with_its_vision_part(tmp_path) -> None:
 
 
 def test_what_is_no_encoder_is_refused(tmp_path) -> None:
-    with pytest.raises(ModelError, match="has no config.json"):
+    with pytest.raises(ModelError, match=r"has no config.json"):
         ImageEncoder(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     with pytest.raises(ModelError, match="is a 'bert' model"):
@@ -253,7 +253,7 @@ def test_a_changed_image_and_a_full_disk_are_said(tmp_path, monkeypatch) -> None
 
     with monkeypatch.context() as patch:
         patch.setattr(proven_files, "atomic_write", full)
-        with pytest.raises(DataError, match="cannot write into .*No space left.*--no-cache_image_features_to_disk"):
+        with pytest.raises(DataError, match=r"cannot write into .*No space left.*--no-cache_image_features_to_disk"):
             source(Counting()).prepare([one])
     save_picture(path, 2)
     with pytest.raises(DataError, match="has changed since it was checked"):

@@ -12,8 +12,9 @@ import pytest
 
 from maulstick.errors import OptionError
 from maulstick.options.check import DEFAULTS, RANGES
+from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.load import LoadedOptions, load_train_options
-from maulstick.options.schema import IpAdapterOptions, flat_values
+from maulstick.options.schema import flat_values
 from maulstick.options.sd_scripts import unknown_option_error
 from maulstick.options.values import option_types
 

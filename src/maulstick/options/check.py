@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from maulstick.errors import OptionError
 from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
+from maulstick.options.blocks import BLOCK_RANKS, PART_WEIGHTS, check_blocks
 from maulstick.options.dataset_config import parse_resolution
 from maulstick.options.ip_adapter import check_ip_adapter
 from maulstick.options.network_types import check_network_type
@@ -49,7 +50,7 @@ def check_train_options(
         _check_required(options, with_output=with_output)
     _check_ranges(options)
     _check_network(options, given)
-    _check_blocks(options)
+    check_blocks(options)
     check_network_type(options.network, given)
     check_ip_adapter(options, given, with_files=with_files)
     _check_rates(options)
@@ -220,28 +221,6 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
             "cache_text_encoder_outputs",
             "training the text encoder",
             "its outputs change meanwhile. Add network_train_unet_only, or remove cache_text_encoder_outputs.",
-        )
-
-
-PART_WEIGHTS = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
-BLOCK_RANKS = ("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas")
-
-
-def _check_blocks(options: TrainOptions) -> None:
-    network = options.network
-    by_part = [name for name in PART_WEIGHTS if getattr(network, name) is not None]
-    if network.block_lr and by_part:
-        raise _contradiction("block_lr", by_part[0], "both give weights by block. Put all of them into one.")
-    if network.block_alphas is not None and network.block_dims is None and not (by_part or network.block_lr):
-        # sd-scripts ignores it silently then.
-        raise OptionError(
-            "block_alphas is given without block_dims. Give block_dims too: as many ranks as block_alphas has values, "
-            f"or one for all blocks (block_dims = {network.network_dim} keeps network_dim)."
-        )
-    if network.conv_block_alphas is not None and network.conv_block_dims is None:
-        raise OptionError(
-            "conv_block_alphas is given without conv_block_dims. Give conv_block_dims too: as many ranks as "
-            "conv_block_alphas has values, or one for all blocks."
         )
 
 

@@ -6,7 +6,8 @@ from collections.abc import Collection
 from dataclasses import fields
 
 from maulstick.errors import OptionError
-from maulstick.options.schema import IpAdapterOptions, TrainOptions
+from maulstick.options.ip_adapter_schema import IpAdapterOptions
+from maulstick.options.schema import TrainOptions
 
 _RATES_OF_TEXT = ("text_encoder_lr", "text_encoder_lr1", "text_encoder_lr2")
 _DROPS = ("image_dropout_rate", "text_dropout_rate", "image_text_dropout_rate")

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
+from maulstick.options.ip_adapter_schema import IpAdapterOptions
+
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
 NetworkType = Literal["lora", "dora", "loha", "lokr", "oft", "ip_adapter"]
@@ -109,31 +111,6 @@ class NetworkOptions:
     """Train the text encoder's LoRA only."""
     scale_weight_norms: float | None = None
     """Scale a module's update down when its norm exceeds this value (1 is a good start)."""
-
-
-@Parameter(name="*", group=Group.create_ordered("IP-Adapter (network_type = ip_adapter)"))
-@dataclass(frozen=True, kw_only=True)
-class IpAdapterOptions:
-    image_encoder: Path | None = None
-    """Folder of the frozen image encoder: a CLIP vision model with projection, for SD3 a SigLIP one. Required."""
-    ip_adapter_type: Literal["plain", "plus"] | None = None
-    """SD 1.x, 2.x and XL: plain (4 tokens of the whole image) or plus (16 tokens of its parts); plain without this."""
-    ip_adapter_tokens: int | None = None
-    """Tokens that an image becomes; without it 4 (plain, where nothing else is possible), 16 (plus) or 64 (SD3)."""
-    conditioning_data_dir: Path | None = None
-    """Folder of reference images, named as the training images; without it every image is its own reference."""
-    image_dropout_rate: float = 0.05
-    """Chance (0 to 1) to train without the reference image."""
-    text_dropout_rate: float = 0.05
-    """Chance (0 to 1) to train without the caption."""
-    image_text_dropout_rate: float = 0.05
-    """Chance (0 to 1) to train without either; of the three at most one happens to an image."""
-    ip_adapter_scale_warmup_steps: int = 0
-    """Let the scale of the IP-Adapter rise to 1 over so many steps; SD3's starts as the base model only with this."""
-    cache_image_features_to_disk: Annotated[bool, Parameter(negative="--no-cache_image_features_to_disk")] = True
-    """Keep the features of reference images as files beside them."""
-    sample_ip_image: Path | None = None
-    """Reference image of the sample pictures; needed with sample_prompts."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Data"))
@@ -386,7 +363,7 @@ class TrainOptions:
 
     model: ModelOptions = ModelOptions()
     network: NetworkOptions = field(default_factory=NetworkOptions)
-    ip_adapter: IpAdapterOptions = IpAdapterOptions()
+    ip_adapter: IpAdapterOptions = field(default_factory=IpAdapterOptions)
     dataset: DatasetOptions = DatasetOptions()
     run: RunOptions = RunOptions()
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)

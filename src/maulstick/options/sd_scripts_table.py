@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from maulstick.options.schema import AutopsyOptions, GuardOptions, IpAdapterOptions, RescueOptions
+from maulstick.options.ip_adapter_schema import IpAdapterOptions
+from maulstick.options.schema import AutopsyOptions, GuardOptions, RescueOptions
 from maulstick.options.text_rates import BY_NUMBER
 
 Default = bool | int | float | str | tuple[()] | None

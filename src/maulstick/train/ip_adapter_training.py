@@ -36,7 +36,8 @@ from maulstick.families.ip_adapter import (
     feature_kind,
     negative_features,
 )
-from maulstick.options.schema import IpAdapterOptions, TrainOptions
+from maulstick.options.ip_adapter_schema import IpAdapterOptions
+from maulstick.options.schema import TrainOptions
 from maulstick.train.conditioner import Conditioner
 from maulstick.train.optim import RateGroup
 from maulstick.train.plan import ComponentPlan, modules_per_block
