@@ -346,7 +346,7 @@ def test_diffusers_reads_the_nested_sd3_form(tmp_path) -> None:
 
 def test_pitfall_5_what_diffusers_is_silent_about_is_refused(tmp_path) -> None:
     adapter = UnetIpAdapter(unet(), PLUS)
-    whole = adapter.file_tensors()
+    whole = {name: tensor.clone() for name, tensor in adapter.file_tensors().items()}
 
     def changed(name: str, tensors) -> IpAdapterSpec:
         save_file(

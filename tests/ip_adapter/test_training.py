@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 import torch
 from PIL import Image
@@ -21,11 +19,6 @@ def trained(run):
     result = run.train()
     assert result.exit_code == 0
     return result
-
-
-def events(run, kind: str) -> list[dict]:
-    lines = (run.options.run.output_dir / "last.events.jsonl").read_text().splitlines()
-    return [row for row in map(json.loads, lines) if row["event"] == kind]
 
 
 def loaded_family(run):

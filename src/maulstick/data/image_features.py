@@ -95,7 +95,7 @@ class ImageFeatures:
 
     def features_of(self, references: Sequence[Reference]) -> Tensor:
         """Return the fp32 features (B, ...) of reference images, on the CPU."""
-        return torch.stack([self._one(reference) for reference in references]).float()
+        return torch.stack([self._one(reference).float() for reference in references])
 
     def _one(self, reference: Reference) -> Tensor:
         kept = self._kept.get(reference.content_hash)

@@ -167,7 +167,7 @@ class TrainingLoop:
         """
         parts = self.parts
         # Reseeding makes every draw of this micro-batch, dropout included, a function of its place in the run.
-        torch.manual_seed(derive_seed(parts.seed, "dropout", step, place, parts.accelerator.process_index))
+        torch.manual_seed(derive_seed(parts.seed, "dropout", step, *self._draw_place(place)))
         parts.conditioner.at_step(step)
         loss = self.forward(batch, latents, self.noise_generator(step, place), only).sum() / images
         if not loss.requires_grad:
@@ -177,8 +177,15 @@ class TrainingLoop:
 
     def noise_generator(self, step: int, place: int) -> torch.Generator:
         """Return what this process draws noise and timesteps of a micro-batch from, on the CPU."""
-        at = (step, place, self.parts.accelerator.process_index)
-        return torch.Generator().manual_seed(derive_seed(self.parts.seed, "noise", *at))
+        return torch.Generator().manual_seed(derive_seed(self.parts.seed, "noise", step, *self._draw_place(place)))
+
+    def _draw_place(self, place: int) -> tuple[int, int]:
+        """Return what stands for a micro-batch of a window in its draws: its number among those of all processes.
+
+        N processes so draw what a single one does that takes N times as many micro-batches to a window.
+        """
+        accelerator = self.parts.accelerator
+        return place * accelerator.num_processes + accelerator.process_index, 0
 
     def forward(
         self, batch: MicroBatch, latents: Tensor, generator: torch.Generator, only: Sequence[int] | None = None
