@@ -1,4 +1,4 @@
-"""The situation of a report: an SD3 IP-Adapter whose learning rate or precision turns it NaN, and the same run kept alive.
+"""The situation of a report: an SD3 IP-Adapter that turns NaN by its rate or precision, and the same run kept alive.
 
 The report's model had no norm of query and key, as ``sd3-plain`` here; its remedy was a linear warm-up over the first
 tenth of the steps and a linear decay to 0. Here the rate is far too high for fp16 from the start, which fails in the
