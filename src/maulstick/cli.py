@@ -20,7 +20,7 @@ from maulstick.options.plot_schedule import load_plot_options, plot_schedule_app
 from maulstick.options.probe import load_probe_options, probe_app
 from maulstick.tools.commands import COMMANDS as LORA_COMMANDS
 
-TRAIN_SUMMARY = """Train a LoRA on captioned images.
+TRAIN_SUMMARY = """Train a LoRA, or an IP-Adapter (network_type = ip_adapter), on captioned images.
 
 Options have the names that sd-scripts gives them; a switch is turned off with --name=false. Options that only
 sd-scripts has are accepted where they change nothing, and refused with what to use instead where they would."""
@@ -168,7 +168,7 @@ OPTION_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 
 def generate(*, options: GenerateOptions = GenerateOptions()) -> int:  # noqa: B008 (never changed)
-    """Draw images from a base model, with or without LoRA files."""
+    """Draw images from a base model, with or without LoRA files and an IP-Adapter."""
     from maulstick.tools.generate import generate_command
 
     return generate_command(options)

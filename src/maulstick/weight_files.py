@@ -100,6 +100,9 @@ class PickleFile(WeightFile):
         tensors = nested if isinstance(nested, Mapping) else content
         if not isinstance(tensors, Mapping):
             raise ModelError(f"{self.path} holds a {type(content).__name__}, not named weights.")
+        if tensors and all(isinstance(part, Mapping) for part in tensors.values()):
+            # IP-Adapters come as a dict of two dicts.
+            tensors = {f"{part}.{name}": value for part, inner in tensors.items() for name, value in inner.items()}
         return {str(name): value for name, value in tensors.items() if isinstance(value, Tensor)}
 
 

@@ -10,9 +10,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from maulstick.data import cache as cache_module
-from maulstick.data.cache import CacheMismatch, cache_path, latent_key, read_latent, write_latent
+from maulstick.data import proven_files
+from maulstick.data.cache import cache_path, latent_key, read_latent, write_latent
 from maulstick.data.latents import CachedLatents
+from maulstick.data.proven_files import CacheMismatch
 from maulstick.errors import DataError
 from tests.data_pipeline.helpers import check_all, damage
 
@@ -186,7 +187,7 @@ def test_unwritable_folder(cats, family, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(cache_module, "atomic_write", full)
+    monkeypatch.setattr(proven_files, "atomic_write", full)
     with pytest.raises(DataError, match=f"cannot write into {folder} .No space left on device.*cache_latents instead"):
         CachedLatents(built, family, to_disk=True).prepare()
     assert list(folder.glob("*.safetensors")) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -11,6 +12,7 @@ import pytest
 
 from maulstick.errors import OptionError
 from maulstick.options.check import DEFAULTS, RANGES
+from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.load import LoadedOptions, load_train_options
 from maulstick.options.schema import flat_values
 from maulstick.options.sd_scripts import unknown_option_error
@@ -51,6 +53,11 @@ COMPANIONS: dict[str, str] = {
     "grad_cosine_log": "grad_norm_log = true",
     **dict.fromkeys(("factor", "decompose_both"), 'network_type = "lokr"'),
     "wd_on_output": 'network_type = "dora"',
+    **dict.fromkeys(
+        (option.name for option in fields(IpAdapterOptions)), 'network_type = "ip_adapter"\nimage_encoder = "clip"'
+    ),
+    "image_encoder": 'network_type = "ip_adapter"',
+    "sample_ip_image": 'network_type = "ip_adapter"\nimage_encoder = "clip"\nsample_prompts = "p.txt"',
 }
 
 

@@ -36,6 +36,7 @@ def test_options_of_both_kinds_may_stand_in_any_order() -> None:
         (["--probe_images", "many"], "probe_images"),
         (["--network_weights", "w.safetensors"], "starts every trial from the base model"),
         (["--network_train_text_encoder_only"], "nothing to probe"),
+        (["--network_type", "ip_adapter", "--image_encoder", "clip"], "says nothing about an IP-Adapter"),
         (["--optimizer_type", "Prodigy", "--learning_rate", "1"], "Give --probe_lr"),
     ],
 )

@@ -116,6 +116,21 @@ def save_lora_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
     an alpha is not positive, or the header would be larger than readers accept.
     """
     _refuse_unusable(path, tensors)
+    _refuse_incomplete(path, tensors)
+    return _write(path, tensors, metadata)
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedHashes:
+    """Write an adapter file in one step, with both ``sshs`` hashes added to the metadata.
+
+    Raises ``ModelError`` and writes nothing when a tensor holds a value that is not finite, or the header would be
+    larger than readers accept.
+    """
+    _refuse_unusable(path, tensors)
+    return _write(path, tensors, metadata)
+
+
+def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedHashes:
     clean = {key: _as_utf8(value) for key, value in metadata.items()}
     hashes = _hashes(tensors, clean)
     clean |= {"sshs_model_hash": hashes.data, "sshs_legacy_hash": hashes.legacy}
@@ -138,9 +153,6 @@ def save_lora_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[
 
 
 def _refuse_unusable(path: Path, tensors: Mapping[str, Tensor]) -> None:
-    if not tensors:
-        raise ModelError(f"{path} was not written: the LoRA has no module.")
-    modules: dict[str, set[str]] = {}
     for key, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ModelError(f"{path} was not written: tensor '{key}' is {tensor.dtype}, not fp32, fp16 or bf16.")
@@ -152,6 +164,13 @@ def _refuse_unusable(path: Path, tensors: Mapping[str, Tensor]) -> None:
                 f"{path} was not written: tensor '{key}' holds {count} of {tensor.numel()} values that are not finite "
                 f"(NaN or infinite).{advice if tensor.dtype == torch.float16 else ''}"
             )
+
+
+def _refuse_incomplete(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    if not tensors:
+        raise ModelError(f"{path} was not written: the LoRA has no module.")
+    modules: dict[str, set[str]] = {}
+    for key, tensor in tensors.items():
         match = _TENSOR_NAME.fullmatch(key)
         name, part = (match[1], match[2]) if match else (key, "")
         modules.setdefault(name, set()).add(part)

@@ -11,18 +11,17 @@ from hashlib import sha256
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from maulstick.data.index import Progress
+from maulstick.data.proven_files import CacheMismatch, ProvenFormat, key_difference
 from maulstick.data.records import ImageRecord
 from maulstick.data.scan import CACHE_SUFFIX
 from maulstick.errors import DataError, ModelError
 from maulstick.families.base import Conditioning, Family
-from maulstick.files_io import atomic_write
 
-_FORMAT = "maulstick-latents-1"
+LATENTS = ProvenFormat("maulstick-latents-1", "latents", "latent")
+_MEANINGS = {"content": "the image has changed since", "encoder": "it was made with another VAE"}
 _PREPARATION = "white background, hamming down, lanczos up, centre crop"
 _LONGEST_STEM = 100
 
@@ -57,10 +56,6 @@ def latent_key(record: ImageRecord, flipped: bool, encoder: str) -> LatentKey:
     return LatentKey(record.content_hash, encoder, placement.resized, placement.crop, flipped)
 
 
-class CacheMismatch(Exception):
-    """A cache file is damaged or holds something else; ``str()`` says what. It must be made anew."""
-
-
 def cache_path(record: ImageRecord, key: LatentKey) -> Path:
     """Return where a latent is kept: beside its image, as ``<stem>_<WxH>_<12 hex digits>.maulstick.safetensors``.
 
@@ -76,10 +71,8 @@ def cache_path(record: ImageRecord, key: LatentKey) -> Path:
 
 def write_latent(path: Path, key: LatentKey, latent: Tensor) -> None:
     """Keep a latent (C, H, W) in a file, atomically. Raises DataError where the folder cannot be written."""
-    latent = latent.detach().to("cpu", torch.float32).contiguous()
-    metadata = {"format": _FORMAT, "key": key.text(), "tensor_sha256": _tensor_hash(latent)}
     try:
-        atomic_write(path, save({"latents": latent}, metadata))
+        LATENTS.write(path, key.text(), latent.detach().to("cpu", torch.float32).contiguous())
     except OSError as error:
         raise DataError(
             f"cache_latents_to_disk: cannot write into {path.parent} ({error.strerror or error}). Make the folder "
@@ -93,38 +86,10 @@ def read_latent(path: Path, key: LatentKey) -> Tensor | None:
     Raises CacheMismatch unless the file is whole, was made for exactly ``key``, and its tensor has the hash that was
     taken when it was written.
     """
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("format") != _FORMAT:
-                raise CacheMismatch("not a latent cache of this program's format")
-            if metadata.get("key") != key.text():
-                raise CacheMismatch(_difference(metadata.get("key", ""), key))
-            if list(file.keys()) != ["latents"]:
-                raise CacheMismatch("it holds other tensors than expected")
-            latent = file.get_tensor("latents").clone()  # its own memory, not the file's pages
-    except FileNotFoundError:
-        return None
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CacheMismatch(f"damaged ({error})") from error
-    if latent.dtype != torch.float32 or _tensor_hash(latent) != metadata.get("tensor_sha256"):
+    latent = LATENTS.read(path, key.text(), lambda found: key_difference(found, key.text(), _MEANINGS))
+    if latent is not None and latent.dtype != torch.float32:
         raise CacheMismatch("its values are not those that were written")
     return latent
-
-
-def _tensor_hash(latent: Tensor) -> str:
-    shape = json.dumps(list(latent.shape)).encode()
-    return sha256(shape + latent.contiguous().numpy().tobytes()).hexdigest()
-
-
-def _difference(found: str, key: LatentKey) -> str:
-    try:
-        other = json.loads(found)
-        names = [name for name, value in json.loads(key.text()).items() if other.get(name) != value]
-    except (ValueError, AttributeError):
-        return "its key cannot be read"
-    meanings = {"content": "the image has changed since", "encoder": "it was made with another VAE"}
-    return ", ".join(meanings.get(name, f"it was made with another {name}") for name in names) or "its key differs"
 
 
 def check_writable(folders: Iterable[Path]) -> None:

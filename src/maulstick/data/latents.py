@@ -21,7 +21,6 @@ from torch import Tensor
 from maulstick.data.batches import BatchItem, BatchSchedule, MicroBatch
 from maulstick.data.buckets import fit_to_bucket
 from maulstick.data.cache import (
-    CacheMismatch,
     LatentKey,
     cache_path,
     check_writable,
@@ -32,6 +31,7 @@ from maulstick.data.cache import (
 from maulstick.data.findings import Finding, Severity
 from maulstick.data.images import read_rgb
 from maulstick.data.index import Progress
+from maulstick.data.proven_files import CacheMismatch
 from maulstick.data.records import DatasetIndex, ImageRecord
 from maulstick.errors import DataError
 from maulstick.families.base import Family

@@ -12,8 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from maulstick.adapters.block_weights import NamedBlocks
+from maulstick.adapters.ip_adapter_files import IpAdapterSpec
 from maulstick.adapters.key_names import KeyNames
+from maulstick.errors import ModelError
 from maulstick.families.framing import Framing
+from maulstick.families.image_encoder import EncoderKind
+from maulstick.families.ip_adapter import IpAdapter, Layers
 from maulstick.options.generate import Sampler
 from maulstick.options.schema import ObjectiveOptions
 
@@ -66,6 +70,9 @@ class Family(ABC):
         token_limits: what ``max_token_length`` may be.
         sampler_names: samplers that draw with it.
         notes: what the user should know about the model as it was found.
+        ip_adapter: the IP-Adapter in the denoiser, None without one.
+        ip_adapter_encoder: whose vision model its IP-Adapters read; None where it has none.
+        ip_adapter_types: the types of IP-Adapters to choose from, the usual one first; none where there is one only.
     """
 
     name: str
@@ -85,6 +92,9 @@ class Family(ABC):
     token_limits: Sequence[int] = (75, 150, 225)
     sampler_names: Sequence[str] = get_args(Sampler)
     notes: Sequence[str]
+    ip_adapter: IpAdapter | None = None
+    ip_adapter_encoder: EncoderKind | None = None
+    ip_adapter_types: Sequence[str] = ()
 
     @property
     def size_multiple(self) -> int:
@@ -198,6 +208,29 @@ class Family(ABC):
     def block_layout(self) -> NamedBlocks:
         """Return names and parts together, as weights and ranks by block are read with."""
         return NamedBlocks(tuple(self.block_names()), self.block_parts())
+
+    # --- image prompts -----------------------------------------------------------------------------------------------
+
+    def ip_adapter_spec(self, kind: str | None, tokens: int | None, feature_width: int) -> IpAdapterSpec:
+        """Return the sizes of a new IP-Adapter. Raises ModelError where the model can have none of this kind."""
+        raise self._no_ip_adapter()
+
+    def ip_adapter_layers(self, spec: IpAdapterSpec) -> Layers:
+        """Return the modules of an IP-Adapter as shapes without memory (on the meta device), to be counted."""
+        raise self._no_ip_adapter()
+
+    def attach_ip_adapter(self, spec: IpAdapterSpec, seed: int = 0) -> IpAdapter:
+        """Put an untrained IP-Adapter into the denoiser, freeze the rest of it, and return it.
+
+        From then on ``predict`` takes image features (``IMAGE_FEATURES``); without them it is the base model's.
+
+        Raises:
+            ModelError: the model can have none, or has one already.
+        """
+        raise self._no_ip_adapter()
+
+    def _no_ip_adapter(self) -> ModelError:
+        return ModelError(f"There are no IP-Adapters for {self.name} here: SD 1.x, SD 2.x, SDXL and SD3 have them.")
 
     @abstractmethod
     def pipeline(self, sampler: str) -> DiffusionPipeline:

@@ -64,7 +64,14 @@ class StableDiffusion(UnetFamily):
     def predict(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """As in ``Family``; input and text states are brought to the UNet's number format, as outside of autocast."""
         states = conditioning[_TEXT_STATES].to(self.device, self.dtype)
-        return self.denoiser(noisy.to(self.dtype), timesteps, encoder_hidden_states=states, return_dict=False)[0]
+        with self.image_prompt(conditioning, len(noisy)) as added:
+            return self.denoiser(
+                noisy.to(self.dtype),
+                timesteps,
+                encoder_hidden_states=states,
+                added_cond_kwargs=added or None,
+                return_dict=False,
+            )[0]
 
     # --- drawing -----------------------------------------------------------------------------------------------------
 

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from maulstick.adapters.block_weights import numbered_blocks
+from maulstick.adapters.ip_adapter_files import IpAdapterSpec
 from maulstick.adapters.joint_names import SD3_KEY_NAMES, joint_block_index
 from maulstick.errors import OptionError
 from maulstick.families.base import AdapterNaming, Conditioning
 from maulstick.families.clip_text import chunked_tokens, layer_states, pooled_states
 from maulstick.families.flow import FlowSchedule
+from maulstick.families.ip_adapter import IMAGE_FEATURES, IpAdapter, Layers
+from maulstick.families.ip_adapter_sd3 import Sd3IpAdapter, make_sd3_layers, sd3_spec
 from maulstick.families.joint_layout import join_layers
 from maulstick.families.latent_family import LatentFamily, ModelSetup, short_name
 from maulstick.families.libraries import quiet_libraries
@@ -64,6 +67,7 @@ class StableDiffusion3(LatentFamily):
     network_module = "networks.lora_sd3"
     token_limits = (_CLIP_BODY,)
     sampler_names = (_SAMPLER,)
+    ip_adapter_encoder = "siglip"
     _setup: SD3Setup
 
     def __init__(self, source: ModelSource, setup: SD3Setup) -> None:
@@ -182,13 +186,30 @@ class StableDiffusion3(LatentFamily):
 
     def predict(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """As in ``Family``; input and text are brought to the transformer's number format."""
+        image = None
+        if self.ip_adapter is not None and IMAGE_FEATURES in conditioning:
+            # Without features the transformer leaves the IP-Adapter out by itself.
+            image = self.ip_adapter.inputs(conditioning[IMAGE_FEATURES])
         return self.denoiser(
             hidden_states=noisy.to(self.dtype),
             timestep=timesteps.to(self.device),
             encoder_hidden_states=conditioning[_TEXT_STATES].to(self.device, self.dtype),
             pooled_projections=conditioning[_POOLED].to(self.device, self.dtype),
+            joint_attention_kwargs=image,
             return_dict=False,
         )[0]
+
+    # --- image prompts -----------------------------------------------------------------------------------------------
+
+    def ip_adapter_spec(self, kind: str | None, tokens: int | None, feature_width: int) -> IpAdapterSpec:
+        return sd3_spec(self.denoiser, tokens, feature_width)
+
+    def ip_adapter_layers(self, spec: IpAdapterSpec) -> Layers:
+        return make_sd3_layers(self.denoiser, spec, with_weights=False)
+
+    def attach_ip_adapter(self, spec: IpAdapterSpec, seed: int = 0) -> IpAdapter:
+        self.ip_adapter = Sd3IpAdapter(self.denoiser, spec, seed=seed)
+        return self.ip_adapter
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 

@@ -100,13 +100,14 @@ class StableDiffusionXL(UnetFamily):
             _SIZES: sizes.to(self.device, torch.float32),
         }
         states = conditioning[_TEXT_STATES].to(self.device, self.dtype)
-        return self.denoiser(
-            noisy.to(self.dtype),
-            timesteps,
-            encoder_hidden_states=states,
-            added_cond_kwargs=added,
-            return_dict=False,
-        )[0]
+        with self.image_prompt(conditioning, len(noisy)) as image:
+            return self.denoiser(
+                noisy.to(self.dtype),
+                timesteps,
+                encoder_hidden_states=states,
+                added_cond_kwargs={**added, **image},
+                return_dict=False,
+            )[0]
 
     # --- drawing -----------------------------------------------------------------------------------------------------
 

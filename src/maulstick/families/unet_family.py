@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from maulstick.adapters.blocks import BlockMap
-from maulstick.families.base import AdapterNaming
+from maulstick.adapters.ip_adapter_files import IpAdapterSpec
+from maulstick.families.base import AdapterNaming, Conditioning
 from maulstick.families.clip_text import chunked_tokens
+from maulstick.families.ip_adapter import IpAdapter, Layers
+from maulstick.families.ip_adapter_unet import UnetIpAdapter, make_unet_layers, unet_spec
 from maulstick.families.latent_family import LatentFamily, ModelSetup
 from maulstick.families.noise import NoiseSchedule, PredictionType
 from maulstick.families.objective import refuse_flow_options, refuse_other_prediction
@@ -52,6 +56,8 @@ class UnetFamily(LatentFamily):
 
     denoiser_title = "UNet"
     blocks: BlockMap
+    ip_adapter_encoder = "clip"
+    ip_adapter_types = ("plain", "plus")
     _setup: UnetSetup
 
     def __init__(self, source: ModelSource, setup: UnetSetup) -> None:
@@ -97,6 +103,22 @@ class UnetFamily(LatentFamily):
         from maulstick.families.samplers import make_sampler
 
         return make_sampler(name, {**self._source.scheduler_config, "prediction_type": self.prediction_type})
+
+    # --- image prompts -----------------------------------------------------------------------------------------------
+
+    def ip_adapter_spec(self, kind: str | None, tokens: int | None, feature_width: int) -> IpAdapterSpec:
+        return unet_spec(self.denoiser, kind or "plain", tokens, feature_width)
+
+    def ip_adapter_layers(self, spec: IpAdapterSpec) -> Layers:
+        return make_unet_layers(self.denoiser, spec, with_weights=False)
+
+    def attach_ip_adapter(self, spec: IpAdapterSpec, seed: int = 0) -> IpAdapter:
+        self.ip_adapter = UnetIpAdapter(self.denoiser, spec, seed=seed)
+        return self.ip_adapter
+
+    def image_prompt(self, conditioning: Conditioning, count: int) -> AbstractContextManager[dict[str, Any]]:
+        """Give ``added_cond_kwargs`` of the IP-Adapter for one prediction; nothing without one."""
+        return nullcontext({}) if self.ip_adapter is None else self.ip_adapter.predicting(conditioning, count)
 
     # --- blocks ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from maulstick.errors import OptionError
 from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
+from maulstick.options.blocks import BLOCK_RANKS, PART_WEIGHTS, check_blocks
 from maulstick.options.dataset_config import parse_resolution
+from maulstick.options.ip_adapter import check_ip_adapter
 from maulstick.options.network_types import check_network_type
 from maulstick.options.objective import check_objective, objective_leftovers
 from maulstick.options.schedules import check_schedule, schedule_leftovers
@@ -48,8 +50,9 @@ def check_train_options(
         _check_required(options, with_output=with_output)
     _check_ranges(options)
     _check_network(options, given)
-    _check_blocks(options)
+    check_blocks(options)
     check_network_type(options.network, given)
+    check_ip_adapter(options, given, with_files=with_files)
     _check_rates(options)
     _check_data(options)
     check_schedule(options.schedule)
@@ -130,6 +133,9 @@ RANGES: dict[str, _Range] = {
     "loraplus_lr_ratio": _ABOVE_ZERO,
     "loraplus_unet_lr_ratio": _ABOVE_ZERO,
     "loraplus_text_encoder_lr_ratio": _ABOVE_ZERO,
+    "ip_adapter_tokens": _ONE_OR_MORE,
+    **dict.fromkeys(("image_dropout_rate", "text_dropout_rate", "image_text_dropout_rate"), _CHANCE),
+    "ip_adapter_scale_warmup_steps": _ZERO_OR_MORE,
     "train_batch_size": _ONE_OR_MORE,
     "keep_tokens": _ZERO_OR_MORE,
     **dict.fromkeys(("caption_dropout_rate", "caption_tag_dropout_rate"), _CHANCE),
@@ -152,6 +158,7 @@ RANGES: dict[str, _Range] = {
     "unet_lr": _ZERO_OR_MORE,
     **dict.fromkeys(("text_encoder_lr", *BY_NUMBER), _ZERO_OR_MORE),
     "max_grad_norm": _ZERO_OR_MORE,
+    "ema_decay": _Range("above 0 and below 1", lambda value: 0 < value < 1),
     "lr_scheduler_num_cycles": _ONE_OR_MORE,
     "lr_scheduler_power": _ABOVE_ZERO,
     "lr_scheduler_min_lr_ratio": _SHARE,
@@ -200,7 +207,7 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
         said = NETWORK_MODULES.get(network.network_module, "there is no such network")
         raise OptionError(
             f"network_module = {network.network_module}: {said}. Remove network_module, and "
-            "choose with network_type what is trained: lora, dora, loha, lokr or oft."
+            "choose with network_type what is trained: lora, dora, loha, lokr, oft or ip_adapter."
         )
     if network.network_train_unet_only and network.network_train_text_encoder_only:
         raise _contradiction(
@@ -218,28 +225,6 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
             "cache_text_encoder_outputs",
             "training the text encoder",
             "its outputs change meanwhile. Add network_train_unet_only, or remove cache_text_encoder_outputs.",
-        )
-
-
-PART_WEIGHTS = ("down_lr_weight", "mid_lr_weight", "up_lr_weight")
-BLOCK_RANKS = ("block_dims", "block_alphas", "conv_block_dims", "conv_block_alphas")
-
-
-def _check_blocks(options: TrainOptions) -> None:
-    network = options.network
-    by_part = [name for name in PART_WEIGHTS if getattr(network, name) is not None]
-    if network.block_lr and by_part:
-        raise _contradiction("block_lr", by_part[0], "both give weights by block. Put all of them into one.")
-    if network.block_alphas is not None and network.block_dims is None and not (by_part or network.block_lr):
-        # sd-scripts ignores it silently then.
-        raise OptionError(
-            "block_alphas is given without block_dims. Give block_dims too: as many ranks as block_alphas has values, "
-            f"or one for all blocks (block_dims = {network.network_dim} keeps network_dim)."
-        )
-    if network.conv_block_alphas is not None and network.conv_block_dims is None:
-        raise OptionError(
-            "conv_block_alphas is given without conv_block_dims. Give conv_block_dims too: as many ranks as "
-            "conv_block_alphas has values, or one for all blocks."
         )
 
 

@@ -49,6 +49,19 @@ class LoraOptions:
     """File of further presets for lbw=, as the LoRA Block Weight extension has it (lbwpresets.txt)."""
 
 
+@Parameter(name="*", group="IP-Adapter")
+@dataclass(frozen=True, kw_only=True)
+class IpAdapterChoice:
+    ip_adapter: Path | None = None
+    """IP-Adapter file (.safetensors, or .bin); needs ip_image and image_encoder."""
+    ip_image: Path | None = None
+    """Reference image for it."""
+    ip_scale: float = 1.0
+    """Its strength; 1 is what Maulstick trains at, published ones are often used at 0.5 to 0.8."""
+    image_encoder: Path | None = None
+    """Folder of the image encoder that it was trained with."""
+
+
 @Parameter(name="*", group="Output")
 @dataclass(frozen=True, kw_only=True)
 class OutputOptions:
@@ -69,5 +82,6 @@ class GenerateOptions:
 
     model: ModelOptions = field(default_factory=ModelOptions)
     lora: LoraOptions = field(default_factory=LoraOptions)
+    ip_adapter: IpAdapterChoice = IpAdapterChoice()
     picture: PictureOptions = field(default_factory=PictureOptions)
     output: OutputOptions = field(default_factory=OutputOptions)

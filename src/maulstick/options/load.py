@@ -37,6 +37,7 @@ ZERO_MEANS_OFF = frozenset(
         "save_every_n_epochs",
         "save_every_n_steps",
         "max_train_epochs",
+        "ema_decay",
         "min_snr_gamma",
         "noise_offset",
         "adaptive_noise_scale",
@@ -57,7 +58,8 @@ class LoadedOptions:
 
     Attributes:
         options: all values; those that follow from others are filled in: ``network_args`` lists the network arguments
-            however they came, ``cache_latents_to_disk`` sets ``cache_latents``, ``logging_dir`` sets ``log_with``.
+            however they came, ``cache_latents_to_disk`` sets ``cache_latents``, ``logging_dir`` sets ``log_with``, and
+            an IP-Adapter ``network_train_unet_only``.
         notices: lines to show the user: options accepted without effect, and the like.
         given: names of the options that the user set.
         config_file: the file that was read, None if there was none.
@@ -270,6 +272,8 @@ def _fill_in(values: dict[str, Any]) -> list[str]:
         values["network_args"] = arguments
     if values.get("cache_latents_to_disk"):
         values["cache_latents"] = True
+    if values.get("network_type") == "ip_adapter":
+        values["network_train_unet_only"] = True
     if "logging_dir" in values and values.get("log_with") is None:
         values["log_with"] = "tensorboard"
         return ["logging_dir is given, so values also go to TensorBoard (log_with = tensorboard), as in sd-scripts."]

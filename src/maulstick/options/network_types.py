@@ -14,6 +14,10 @@ _ALPHAS = ("network_alpha", "conv_alpha", "block_alphas", "conv_block_alphas")
 _NO_UP = "LoRA+ lets the up factor learn faster, and there is none"
 _NO_ACTIVATIONS = "there are no activations between factors; rank_dropout and module_dropout work"
 _NO_RANKS = "the file does not tell the rank it was planned with; give network_dim and conv_dim"
+_OF_LORA = "it belongs to LoRA and its kin, which have ranks and modules to choose from"
+_NOT_OF_LORA_ALONE = {
+    *("network_module", "network_type", "network_args", "network_weights", "network_train_unet_only"),
+}
 _REFUSED: Mapping[str, Mapping[str, str]] = {
     "lora": {},
     "dora": {"scale_weight_norms": "the sizes of its weights are what it trains"},
@@ -30,6 +34,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "scale_weight_norms": "a turn leaves the size of a weight as it is",
         "dim_from_weights": _NO_RANKS,
     },
+    "ip_adapter": {name: _OF_LORA for name in _DEFAULTS if name not in _NOT_OF_LORA_ALONE},
 }
 
 
@@ -46,5 +51,7 @@ def check_network_type(network: NetworkOptions, given: Collection[str]) -> None:
                 f"{name} belongs to network_type = {owner}, but network_type is {kind}. Remove it, or train a {owner}."
             )
     for name, reason in _REFUSED[kind].items():
-        if name in given and getattr(network, name) != _DEFAULTS[name]:
+        # Of a LoRA's options even the default would say something that is not so.
+        means_something = getattr(network, name) != _DEFAULTS[name] or reason is _OF_LORA
+        if name in given and means_something and getattr(network, name) is not False:
             raise OptionError(f"{name} does not work with network_type = {kind}: {reason}. Remove it.")

@@ -75,7 +75,10 @@ def load_probe_options(arguments: Sequence[str]) -> LoadedProbe:
             raise OptionError(
                 f"'{name}' is not an option of probe.{nearest_name_hint(name, names)} Its own are: {', '.join(names)}."
             )
-    return LoadedProbe(load_train_options(rest), probe, as_json)
+    loaded = load_train_options(rest)
+    if loaded.options.network.network_type == "ip_adapter":
+        raise OptionError("The probe measures a LoRA, block by block; it says nothing about an IP-Adapter.")
+    return LoadedProbe(loaded, probe, as_json)
 
 
 def _app(name: str, summary: str) -> App:

@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
+from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.objective_schema import ObjectiveOptions
 
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
-NetworkType = Literal["lora", "dora", "loha", "lokr", "oft"]
+NetworkType = Literal["lora", "dora", "loha", "lokr", "oft", "ip_adapter"]
 
 
 @Parameter(name="*", group=Group.create_ordered("Model"))
@@ -51,7 +52,7 @@ class NetworkOptions:
     network_module: str = "networks.lora"
     """Kind of adapter, as sd-scripts names it; networks.lora is the one there is."""
     network_type: NetworkType = "lora"
-    """What is trained: lora, dora (a LoRA with lengths), loha, lokr, or oft (turns groups of outputs)."""
+    """What is trained: lora, dora (a LoRA with lengths), loha, lokr, oft (turns groups of outputs), or ip_adapter."""
     network_dim: int = 4
     """Rank of the LoRA; of an OFT the largest size of its blocks."""
     network_alpha: float = 1.0
@@ -101,7 +102,7 @@ class NetworkOptions:
     wd_on_output: bool = False
     """DoRA: a length for each output instead of each input: for LyCORIS and diffusers, not ComfyUI and the web UI."""
     network_weights: Path | None = None
-    """LoRA file to start from."""
+    """LoRA or IP-Adapter file to start from."""
     dim_from_weights: bool = False
     """Take ranks and alphas from network_weights instead of network_dim and network_alpha."""
     network_train_unet_only: bool = False
@@ -249,6 +250,8 @@ class OptimizerOptions:
     """Further optimizer arguments as key=value, such as weight_decay=0.01 betas=0.9,0.99."""
     max_grad_norm: float = 1.0
     """Gradients are scaled down to this norm; 0 turns clipping off."""
+    ema_decay: float | None = None
+    """Save and draw with a running average of what trains, of this decay (0.999 to 0.9999)."""
 
 
 @Parameter(name="*", group=Group.create_ordered("Learning-rate schedule"))
@@ -361,6 +364,7 @@ class TrainOptions:
 
     model: ModelOptions = ModelOptions()
     network: NetworkOptions = field(default_factory=NetworkOptions)
+    ip_adapter: IpAdapterOptions = field(default_factory=IpAdapterOptions)
     dataset: DatasetOptions = DatasetOptions()
     run: RunOptions = RunOptions()
     optimizer: OptimizerOptions = field(default_factory=OptimizerOptions)

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.schema import AutopsyOptions, GuardOptions, RescueOptions
 from maulstick.options.text_rates import BY_NUMBER
 
@@ -108,7 +109,6 @@ _DATA: dict[str, NoEffect | Refused | Renamed] = {
     "face_crop_aug_range": _later("random crops around faces"),
     "alpha_mask": _later("a loss masked by the alpha channel", default=False),
     "masked_loss": _later("a masked loss", default=False),
-    "conditioning_data_dir": NoEffect("only used with masked_loss"),
     "resize_interpolation": _later("choosing the filter for resizing"),
     "skip_image_resolution": _later("leaving out images below a size"),
     "train_inpainting": _later("training for inpainting", default=False),
@@ -257,6 +257,7 @@ NETWORK_MODULES: Mapping[str, str] = {
 _GUARD_OPTIONS = frozenset(option.name for option in fields(GuardOptions))
 _RESCUE_OPTIONS = frozenset(option.name for option in fields(RescueOptions))
 _AUTOPSY_OPTIONS = frozenset(option.name for option in fields(AutopsyOptions))
+_IP_ADAPTER_OPTIONS = frozenset(option.name for option in fields(IpAdapterOptions)) - {"conditioning_data_dir"}
 DIFFERENCES: Mapping[str, str] = {
     "network_module": "networks.lora is the default for all models; networks.lora_sd3 for SD3 is the same",
     "network_dim": "default 4, as sd-scripts takes when none is given",
@@ -283,13 +284,26 @@ DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(_GUARD_OPTIONS, "the gradient guardian"),
     **dict.fromkeys(_RESCUE_OPTIONS, "going back to a good state when a run is lost"),
     **dict.fromkeys(_AUTOPSY_OPTIONS, "finding where NaN or infinity came from"),
+    **dict.fromkeys(_IP_ADAPTER_OPTIONS, "training of IP-Adapters, which sd-scripts does not have"),
+    "conditioning_data_dir": "reference images of an IP-Adapter (sd-scripts: masks, and images for ControlNet)",
+    "ema_decay": "saving a running average of the weights",
     "console": "terminal output",
     "config_file": "unknown names in it are errors",
 }
 """Options that Maulstick has too, with another default or a limit."""
 
-_OTHERS = ("alarms", "console", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", "no_t5xxl", *BY_NUMBER)
+_OTHERS = (
+    *("alarms", "console", "ema_decay", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", "no_t5xxl"),
+    *BY_NUMBER,
+)
 MAULSTICK_ONLY = frozenset(
-    {*_OTHERS, *_GUARD_OPTIONS, *_RESCUE_OPTIONS, *_AUTOPSY_OPTIONS, *SUPPORTED_NETWORK_ARGUMENTS}
+    {
+        *_OTHERS,
+        *_GUARD_OPTIONS,
+        *_RESCUE_OPTIONS,
+        *_AUTOPSY_OPTIONS,
+        *_IP_ADAPTER_OPTIONS,
+        *SUPPORTED_NETWORK_ARGUMENTS,
+    }
 )
 """Options that sd-scripts does not have under this name."""

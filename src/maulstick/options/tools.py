@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from cyclopts import Parameter
 
 SavePrecision = Literal["float", "fp16", "bf16"]
-LayoutName = Literal["kohya", "diffusers", "peft", "comfyui"]
+LayoutName = Literal["kohya", "diffusers", "peft", "comfyui", "instantx"]
 UnetNaming = Literal["sai", "diffusers"]
 ResizeRule = Literal["sv_fro", "sv_energy", "sv_ratio", "sv_cumulative"]
 
@@ -97,7 +97,8 @@ class ResizeOptions:
 @dataclass(frozen=True, kw_only=True)
 class ConvertOptions:
     to: LayoutName = "kohya"
-    """Whose naming: kohya (A1111, Forge, ComfyUI, sd-scripts), diffusers, peft (writes a folder), comfyui."""
+    """Whose naming: kohya (A1111, Forge, ComfyUI, sd-scripts), diffusers, peft (writes a folder), comfyui.
+    IP-Adapters: diffusers, comfyui (a nested .bin), instantx (that of SD3)."""
     unet_names: UnetNaming = "sai"
     """SDXL in kohya's naming: UNet names of the original code (as sd-scripts) or of diffusers."""
     save: SaveOptions = field(default_factory=SaveOptions)

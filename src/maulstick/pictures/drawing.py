@@ -6,13 +6,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from maulstick.errors import OptionError
 from maulstick.families.base import Family
+from maulstick.families.ip_adapter import ImagePrompt
 from maulstick.pictures.prompts import Prompt
 
 if TYPE_CHECKING:
@@ -28,20 +29,25 @@ class Picture:
 
 
 def draw_pictures(
-    family: Family, prompts: Sequence[Prompt], finished: Callable[[Picture], None], *, batch_size: int = 1
+    family: Family,
+    prompts: Sequence[Prompt],
+    finished: Callable[[Picture], None],
+    *,
+    batch_size: int = 1,
+    image_prompt: ImagePrompt | None = None,
 ) -> None:
     """Draw one picture for each prompt and hand it to ``finished``; every field of the prompts must be set.
 
     A picture's noise comes from its own seed, on the CPU in fp32: neither the device, nor the precision, nor its
     neighbours in the batch, nor any random state of the process has a part in it. Prompts that follow each other with
     the same size, steps, scale and sampler are drawn together, ``batch_size`` at a time. Networks are put in evaluation
-    mode and back; live modules are used as they are.
+    mode and back; live modules are used as they are. ``image_prompt`` is for the family's IP-Adapter, which needs one.
     """
     with family.encoders_borrowed():
         for settings, group in groupby(prompts, key=_settings):
             alike = list(group)
             for start in range(0, len(alike), batch_size):
-                for picture in _draw_batch(family, settings, alike[start : start + batch_size]):
+                for picture in _draw_batch(family, settings, alike[start : start + batch_size], image_prompt):
                     finished(picture)
 
 
@@ -84,7 +90,9 @@ def _settings(prompt: Prompt) -> _Settings:
     return _Settings(sampler, width, height, steps, scale)
 
 
-def _draw_batch(family: Family, settings: _Settings, prompts: Sequence[Prompt]) -> list[Picture]:
+def _draw_batch(
+    family: Family, settings: _Settings, prompts: Sequence[Prompt], image_prompt: ImagePrompt | None
+) -> list[Picture]:
     generators = [torch.Generator().manual_seed(prompt.seed or 0) for prompt in prompts]
     size = (1, family.latent_channels, settings.height // family.vae_scale, settings.width // family.vae_scale)
     noise = torch.cat([torch.randn(size, generator=generator) for generator in generators])
@@ -92,12 +100,13 @@ def _draw_batch(family: Family, settings: _Settings, prompts: Sequence[Prompt]) 
         pipeline = family.pipeline(settings.sampler)
         networks = [part for part in pipeline.components.values() if isinstance(part, nn.Module)]
         with evaluation_mode(networks):
-            with _half_precision(family):
+            with _half_precision(family), _image_arguments(family, image_prompt, len(prompts), settings.scale) as image:
                 conditioning = family.pipeline_conditioning(
                     [prompt.text for prompt in prompts], [prompt.negative or "" for prompt in prompts]
                 )
                 latents = pipeline(
                     **conditioning,
+                    **image,
                     latents=noise.to(family.device, family.dtype),
                     generator=generators,
                     width=settings.width,
@@ -109,6 +118,14 @@ def _draw_batch(family: Family, settings: _Settings, prompts: Sequence[Prompt]) 
             pixels = family.decode_latents(latents)
         images = pipeline.image_processor.postprocess(pixels.cpu(), output_type="pil")
     return [Picture(image, prompt) for image, prompt in zip(images, prompts, strict=True)]
+
+
+def _image_arguments(
+    family: Family, prompt: ImagePrompt | None, count: int, guidance: float
+) -> AbstractContextManager[dict[str, Any]]:
+    if family.ip_adapter is None or prompt is None:
+        return nullcontext({})
+    return family.ip_adapter.drawing(prompt, count, guided=guidance > 1)
 
 
 def _half_precision(family: Family) -> AbstractContextManager[object]:

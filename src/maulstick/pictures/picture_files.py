@@ -60,6 +60,16 @@ class UsedLora:
 
 
 @dataclass(frozen=True)
+class UsedIpAdapter:
+    """An IP-Adapter as pictures name it, with its reference image's file name."""
+
+    name: str
+    scale: float
+    data_hash: str
+    image: str
+
+
+@dataclass(frozen=True)
 class PictureFacts:
     """What all pictures of one call have in common."""
 
@@ -68,6 +78,7 @@ class PictureFacts:
     vae: str | None = None
     clip_skip: int | None = None
     loras: Sequence[UsedLora] = ()
+    ip_adapter: UsedIpAdapter | None = None
 
 
 def parameters_text(prompt: Prompt, facts: PictureFacts) -> str:
@@ -91,6 +102,9 @@ def parameters_text(prompt: Prompt, facts: PictureFacts) -> str:
         values["Clip skip"] = facts.clip_skip
     if facts.loras:
         values["Lora hashes"] = ", ".join(f"{lora.name}: {lora.data_hash[:12]}" for lora in facts.loras)
+    if facts.ip_adapter is not None:
+        used = facts.ip_adapter
+        values["IP-Adapter"] = f"{used.name} {used.data_hash[:12]}, {used.image}, scale {used.scale:g}"
     values["Version"] = f"maulstick {__version__}"
     lines = [prompt.text + tags]
     if prompt.negative:
@@ -115,6 +129,7 @@ def picture_record(prompt: Prompt, facts: PictureFacts) -> dict[str, Any]:
         "vae": facts.vae,
         "clip_skip": facts.clip_skip,
         "precision": facts.precision,
+        "ip_adapter": None if facts.ip_adapter is None else vars(facts.ip_adapter),
         "loras": [{key: value for key, value in vars(lora).items() if value is not None} for lora in facts.loras],
     }
 

@@ -211,11 +211,17 @@ def resize(file: Path, *, options: ResizeOptions = ResizeOptions()) -> int:  # n
 
 
 def convert(file: Path, *, options: ConvertOptions = ConvertOptions()) -> int:  # noqa: B008
-    """Write a LoRA in another program's naming, or in another number format.
+    """Write a LoRA or an IP-Adapter in another program's naming, or in another number format.
 
     Args:
-        file: LoRA file of any program (kohya, diffusers, PEFT, ComfyUI), or the folder of one.
+        file: LoRA file of any program (kohya, diffusers, PEFT, ComfyUI), or the folder of one; or an IP-Adapter.
     """
+    from maulstick.adapters.ip_adapter_files import is_ip_adapter_file
+
+    if is_ip_adapter_file(file.expanduser()):
+        return _convert_ip_adapter(file.expanduser(), options)
+    if options.to == "instantx":
+        raise OptionError("--to instantx is for IP-Adapters of SD3, and this is none.")
     from maulstick.adapters.read_formats import read_adapter
     from maulstick.adapters.write_formats import save_layout
     from maulstick.tools.convert import convert_lora
@@ -234,6 +240,22 @@ def convert(file: Path, *, options: ConvertOptions = ConvertOptions()) -> int:  
     with old_set_aside(output):
         save_layout(output, tensors, metadata, layout=options.to)
     console.say(f"{output}: {len(adapter.modules)} modules for {adapter.family.name} in {options.to} naming")
+    return 0
+
+
+def _convert_ip_adapter(file: Path, options: ConvertOptions) -> int:
+    from maulstick.adapters.ip_adapter_files import read_ip_adapter
+    from maulstick.tools.convert_ip_adapter import convert_ip_adapter, ip_adapter_ending
+    from maulstick.tools.lora_output import check_output, chosen_dtype, old_set_aside
+
+    output = _output(options.save)
+    check_output(output, set_old_aside=options.save.set_aside, ending=ip_adapter_ending(options.to))
+    adapter = read_ip_adapter(file)
+    precision = options.save.save_precision
+    dtype = None if precision is None else chosen_dtype(precision, ())
+    with old_set_aside(output):
+        count = convert_ip_adapter(adapter, output, layout=options.to, dtype=dtype)
+    _console().say(f"{output}: {adapter.spec.title}, {count} tensors in the form of {options.to}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""``maulstick generate``: pictures from a base model and LoRA files."""
+"""``maulstick generate``: pictures from a base model, LoRA files and an IP-Adapter."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from maulstick.pictures.drawing import Picture, draw_pictures, refuse_samplers
 from maulstick.pictures.grid import labelled_grid
 from maulstick.pictures.picture_files import PictureFacts, UsedLora, write_new_picture
 from maulstick.pictures.prompts import Prompt, check_prompts, default_prompt, parse_prompt, read_prompts
+from maulstick.tools.apply_ip_adapter import apply_ip_adapter, check_choice
 from maulstick.tools.apply_lora import OUTSIDE, AppliedLora, apply_loras
 from maulstick.tools.block_sheet import draw_block_sheets
 from maulstick.tools.lora_choice import parse_lora_choice
@@ -48,6 +49,9 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
     presets = {} if options.lora.lbw_presets is None else read_presets(options.lora.lbw_presets)
     if options.output.grid == "block" and not choices:
         raise OptionError("--grid block shows the blocks of a LoRA. Give a file with --lora, or use --grid alone.")
+    check_choice(options.ip_adapter)
+    if options.output.grid == "block" and options.ip_adapter.ip_adapter is not None:
+        raise OptionError("--grid block shows the blocks of a LoRA. Leave --ip_adapter out, or use --grid alone.")
     device, precision = _device(options.output), options.output.precision
     if precision == "auto":
         precision = "fp16" if device.type == "cuda" else "float"
@@ -60,6 +64,10 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
     loras = apply_loras(family, choices, presets=presets, draw=draw)
     for lora in loras:
         say(_describe(lora, family.block_layout()))
+    # After the LoRA: the other way round the LoRA would go into the IP-Adapter as well.
+    image = apply_ip_adapter(family, options.ip_adapter)
+    if image is not None:
+        say(f"{options.ip_adapter.ip_adapter} at {image[1].scale:g}, looking at {image[1].image}")
     jobs = _complete(prompts, options.picture, family.native_size)
     for prompt in prompts:
         for unused in prompt.unused:
@@ -70,6 +78,7 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
         vae=Path(options.model.vae).stem if options.model.vae else None,
         clip_skip=options.model.clip_skip,
         loras=[_used(lora) for lora in loras],
+        ip_adapter=None if image is None else image[1],
     )
     if options.output.grid == "block":
         return draw_block_sheets(family, loras, jobs, options, facts, say)
@@ -82,7 +91,8 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
         pictures.append(picture)
         say(f"{paths[-1]}  ({len(paths)} of {len(jobs)}: {picture.prompt.text}, seed {picture.prompt.seed})")
 
-    draw_pictures(family, jobs, finished, batch_size=options.picture.batch_size)
+    prompt_image = None if image is None else image[0]
+    draw_pictures(family, jobs, finished, batch_size=options.picture.batch_size, image_prompt=prompt_image)
     if options.output.grid:
         paths.append(_write_grid(pictures, options, facts))
         say(str(paths[-1]))

@@ -203,8 +203,8 @@ def _on_bare_networks(loop: TrainingLoop) -> Iterator[None]:
 def _inputs(parts: LoopParts, batch: MicroBatch, latents: Tensor) -> dict[str, Any]:
     inputs: dict[str, Any] = {"latents": latents}
     if parts.text_states is not None:
-        inputs["text states"] = parts.text_states.states_for([item.caption for item in batch.items])
-    return inputs
+        inputs["text states"] = parts.text_states.states_for(parts.conditioner.captions(batch.items))
+    return inputs | {name.replace("_", " "): each for name, each in parts.conditioner.about(batch.items).items()}
 
 
 def _drawn(loop: TrainingLoop, latents: Tensor, step: int, place: int) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from maulstick.data.latents import LatentSource
 from maulstick.families.base import Family
 from maulstick.guard import GradientGuard, StepOutcome, guarded_step
 from maulstick.options.schema import TrainOptions
+from maulstick.train.average import WeightAverage
+from maulstick.train.conditioner import Conditioner
 from maulstick.train.console import RunConsole, StepLine
 from maulstick.train.objective import NoisyBatch, image_losses, make_noisy
 from maulstick.train.records import RunRecords
@@ -49,6 +51,7 @@ class LoopParts:
     batches: BatchSchedule
     latents: LatentSource
     text_states: TextStateCache | None
+    conditioner: Conditioner
     guard: GradientGuard
     total_steps: int
     console: RunConsole
@@ -59,6 +62,7 @@ class LoopParts:
     sample: Callable[[str, int], None] | None
     after_update: Callable[[], dict[str, float]]
     stop_requested: Callable[[], str | None]
+    average: WeightAverage | None = None
     watchers: Sequence[Watcher] = ()
 
 
@@ -164,6 +168,7 @@ class TrainingLoop:
         parts = self.parts
         # Reseeding makes every draw of this micro-batch, dropout included, a function of its place in the run.
         torch.manual_seed(derive_seed(parts.seed, "dropout", *self._draw_place(step, place)))
+        parts.conditioner.at_step(step)
         loss = self.forward(batch, latents, self.noise_generator(step, place), only).sum() / images
         if not loss.requires_grad:
             # module_dropout left every module out; the gradient is zero, but there must be one.
@@ -197,12 +202,13 @@ class TrainingLoop:
             batch = replace(batch, items=tuple(batch.items[place] for place in only))
             chosen = list(only)
             noisy = NoisyBatch(noisy.noisy[chosen], noisy.timesteps[chosen], noisy.target[chosen])
-        captions = [item.caption for item in batch.items]
+        captions = parts.conditioner.captions(batch.items)
         if parts.text_states is not None:
             text = {"conditioning": parts.text_states.states_for(captions)}
         else:
             text = {"tokens": {name: ids.to(device) for name, ids in parts.family.tokenize(captions).items()}}
         about_images = parts.family.image_conditioning([item.framing for item in batch.items])
+        about_images |= parts.conditioner.about(batch.items)
         prediction = parts.trainee(noisy.noisy, noisy.timesteps, about_images=about_images, **text)
         weights = torch.tensor([item.loss_weight for item in batch.items], device=device)
         return image_losses(parts.family, prediction, noisy, parts.options.objective, weights)
@@ -270,6 +276,8 @@ class TrainingLoop:
 
     def _set_modes(self, *, training: bool) -> None:
         self.parts.trainee.train(training)
+        if self.parts.average is not None:
+            (self.parts.average.hide if training else self.parts.average.show)()
         if self.parts.optimizer_has_modes:
             # Schedule-free optimizers keep two sets of weights; reading and training want different ones.
             (self.parts.optimizer.train if training else self.parts.optimizer.eval)()  # type: ignore[attr-defined]

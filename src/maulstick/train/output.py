@@ -1,22 +1,18 @@
-"""The files a run leaves: LoRA files with their metadata, under the names sd-scripts gives them."""
+"""The files a run leaves: adapter files with their metadata, under the names sd-scripts gives them."""
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from maulstick import __version__
-from maulstick.adapters.adapter_tensors import adapter_tensors
-from maulstick.adapters.files import file_hash, legacy_file_hash, save_lora_file
-from maulstick.adapters.kinds import adapter_kind
+from maulstick.adapters.files import file_hash, legacy_file_hash
 from maulstick.adapters.metadata import BaseModelFacts, DatasetFacts, LoraRunFacts, ModelSpecFacts, build_metadata
 from maulstick.data.summary import bucket_info, dataset_dirs, datasets_metadata, tag_frequency
 from maulstick.families.base import Family
@@ -26,11 +22,12 @@ from maulstick.options.text_rates import text_encoder_rates
 from maulstick.train.plan import Plan
 from maulstick.train.precision import DTYPES
 from maulstick.train.prepare import Prepared
+from maulstick.train.trains import Attached, Trains
 
 
 @dataclass
-class LoraOutput:
-    """Writes the adapter of ``components`` (component name -> network) as it stands, with the run's metadata.
+class AdapterOutput:
+    """Writes what trains as it stands, with the run's metadata.
 
     A file of an earlier run under the same name is set aside the first time this run writes that name.
     """
@@ -38,7 +35,8 @@ class LoraOutput:
     options: TrainOptions
     plan: Plan
     family: Family
-    components: Mapping[str, nn.Module]
+    trains: Trains
+    attached: Attached
     seed: int
     dataset: DatasetFacts
     started_at: float = field(default_factory=time.time)
@@ -62,10 +60,8 @@ class LoraOutput:
         path = self.path(label)
         if path not in self.written:
             self.written[path] = set_aside(path)
-        kind = adapter_kind(self.options.network)
-        states = {name: kind.state(network) for name, network in self.components.items()}
         dtype = dtype or DTYPES[self.options.run.save_precision or "float"]
-        save_lora_file(path, adapter_tensors(states, self.family.key_names, dtype), self.metadata(step, epoch))
+        self.attached.save(path, dtype, self.metadata(step, epoch))
         return path
 
     def metadata(self, step: int, epoch: int) -> dict[str, str]:
@@ -73,17 +69,10 @@ class LoraOutput:
         o, plan = self.options, self.plan
         # Drawn from the start time, so that it is unique to the run and the same in all its files.
         session_id = random.Random(self.started_at).randint(0, 2**32)
-        kind = adapter_kind(o.network)
-        given_arguments = dict(argument.split("=", 1) for argument in o.network.network_args)
         facts = LoraRunFacts(
             base_model_version=self.family.base_model_version,
             v2=self.family.base_model_version.startswith("sd_v2"),
-            network_dim=_common([component.rank for component in plan.components]),
-            network_alpha=_common([component.alpha for component in plan.components]),
-            network_module=self.family.network_module if kind.algorithm is None else kind.network_module,
             further=self.family.objective_metadata(),
-            network_args={**kind.metadata(), **given_arguments} or None,
-            network_dropout=o.network.network_dropout,
             output_name=o.run.output_name,
             model_spec=ModelSpecFacts(
                 architecture=self.family.architecture,
@@ -101,11 +90,12 @@ class LoraOutput:
             steps=step,
             epoch=epoch,
             training_comment=o.run.training_comment,
+            **self.trains.network_facts(),
             **self._rate_facts(),
             **self._length_facts(),
             **self._objective_facts(),
         )
-        return build_metadata(facts, no_metadata=o.run.no_metadata)
+        return self.trains.refine_metadata(build_metadata(facts, no_metadata=o.run.no_metadata))
 
     def _base_model_facts(self) -> BaseModelFacts:
         model = Path(self.options.model.pretrained_model_name_or_path or "")
@@ -186,11 +176,6 @@ _OBJECTIVE_FACTS = (
 """Options that the metadata has under their own names."""
 _PREDICTIONS = {"epsilon": "epsilon", "v_prediction": "v"}
 """What ``modelspec.prediction_type`` knows."""
-
-
-def _common(values: Sequence[int | float | None]) -> Any:
-    """Return the value that all components share, or what sd-scripts' tools write for mixed ones."""
-    return values[0] if values and values[0] is not None and len(set(values)) == 1 else "Dynamic"
 
 
 def dataset_facts(prepared: Prepared) -> DatasetFacts:

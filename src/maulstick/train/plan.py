@@ -43,7 +43,10 @@ class ComponentPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Everything that is known before the first step. Counts of images include repeats where the name says so."""
+    """Everything that is known before the first step. Counts of images include repeats where the name says so.
+
+    ``further`` is what is to be said about what trains besides its components.
+    """
 
     model: str
     family: str
@@ -71,6 +74,7 @@ class Plan:
     modules_per_block: Mapping[int, int]
     block_lr_weights: Sequence[float] | None
     block_names: Sequence[str]
+    further: str | None
     precision: str
     device: str
     seed: int
@@ -118,9 +122,9 @@ def component_plan(rates: ComponentRates, targets: Sequence[LoraTarget], kind: A
     )
 
 
-def modules_per_block(targets: Sequence[LoraTarget], blocks: int) -> dict[int, int]:
-    """Return block index -> number of modules, for every block of the family."""
-    counted = Counter(target.block for target in targets)
+def modules_per_block(indices: Sequence[int | None], blocks: int) -> dict[int, int]:
+    """Return block index -> number of modules, for every block of the family, from the block of each module."""
+    counted = Counter(indices)
     return {block: counted.get(block, 0) for block in range(blocks)}
 
 
@@ -192,6 +196,8 @@ def plan_lines(plan: Plan, *, with_findings: bool = True) -> list[str]:
             f"{component.parameters:,} values, "
             f"learning rate {component.learning_rate:g}{groups_sentence(component)}; {alpha_sentence(component)}"
         )
+    if plan.further:
+        lines.append(f"           {plan.further}")
     blocks = " ".join(f"{plan.block_names[b]}:{n}" for b, n in plan.modules_per_block.items() if n)
     if blocks:
         lines.append(f"blocks     {blocks}")

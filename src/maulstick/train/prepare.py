@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from maulstick.adapters.kinds import adapter_kind
 from maulstick.data.batches import BatchSchedule
 from maulstick.data.captions import whole_caption
 from maulstick.data.findings import Finding, Severity, names
@@ -24,19 +23,16 @@ from maulstick.options.load import LoadedOptions
 from maulstick.options.schedules import schedule_name
 from maulstick.options.schema import TrainOptions
 from maulstick.pictures.drawing import refuse_samplers
-from maulstick.train.choice import Rates, StartWeights, Targets, choose_targets
+from maulstick.train.choice import Rates, Targets
 from maulstick.train.console import RunConsole, make_console
 from maulstick.train.events import json_value
+from maulstick.train.ip_adapter_training import IpAdapterTraining
+from maulstick.train.lora_training import LoraTraining
 from maulstick.train.optim import check_optimizer
-from maulstick.train.plan import (
-    Plan,
-    component_plan,
-    length_of_training,
-    modules_per_block,
-)
+from maulstick.train.plan import Plan, length_of_training
 from maulstick.train.precision import DTYPES
-from maulstick.train.rates import ComponentRates
 from maulstick.train.schedule import learning_rate_factor, schedule_settings
+from maulstick.train.trains import Trains
 
 
 @dataclass
@@ -44,20 +40,26 @@ class Prepared:
     """A run that could begin: what ``check`` shows and ``train`` uses.
 
     Attributes:
-        targets: component -> modules that get LoRA; a component that is not trained is not in it.
-        rates: component -> learning rates in it.
-        start_weights: component -> path -> weights of ``network_weights``; empty without it.
+        trains: what is trained.
     """
 
     options: TrainOptions
     family: Family
     index: DatasetIndex
     batches: BatchSchedule
-    targets: Targets
-    rates: Rates
-    start_weights: StartWeights
+    trains: Trains
     plan: Plan
     seed: int
+
+    @property
+    def targets(self) -> Targets:
+        """Component -> modules that get LoRA; a component that gets none is not in it."""
+        return self.trains.targets
+
+    @property
+    def rates(self) -> Rates:
+        """Component -> learning rates of those modules."""
+        return self.trains.rates
 
 
 def prepare(
@@ -77,10 +79,11 @@ def prepare(
         refuse_samplers(family, [options.sample.sample_sampler])
     index = _read_images(specs, family, console)
     index = replace(index, findings=(*index.findings, *long_captions(index, family, options.model.max_token_length)))
-    targets, start_weights, rates = choose_targets(family, options)
+    trains = choose_what_trains(family, options)
+    trains.check_data(index)
     accumulation = options.run.gradient_accumulation_steps
     batches = BatchSchedule(index, seed, rank=rank, world=world, accumulation=accumulation)
-    plan = make_plan(loaded, family, index, batches, targets, rates, seed=seed)
+    plan = make_plan(loaded, family, index, batches, trains, seed=seed)
     batches.total_steps = plan.total_steps
     # Names and rates are refused here, before minutes of caching, not when the optimizer is built.
     check_optimizer(
@@ -89,7 +92,16 @@ def prepare(
         {name: rate for component in plan.components for name, rate in component.groups.items()},
     )
     learning_rate_factor(schedule_settings(options, plan.total_steps))
-    return Prepared(options, family, index, batches, targets, rates, start_weights, plan, seed)
+    return Prepared(options, family, index, batches, trains, plan, seed)
+
+
+WHAT_TRAINS: Mapping[str, Callable[[Family, TrainOptions], Trains]] = {"ip_adapter": IpAdapterTraining}
+"""``network_type`` -> what it trains, where that is no modules with ranks."""
+
+
+def choose_what_trains(family: Family, options: TrainOptions) -> Trains:
+    """Work out what the options ask to train in this model."""
+    return WHAT_TRAINS.get(options.network.network_type, LoraTraining)(family, options)
 
 
 def _read_images(specs: Any, family: Family, console: RunConsole) -> DatasetIndex:
@@ -128,19 +140,15 @@ def make_plan(
     family: Family,
     index: DatasetIndex,
     batches: BatchSchedule,
-    targets: Targets,
-    rates: Mapping[str, ComponentRates],
+    trains: Trains,
     *,
     seed: int,
 ) -> Plan:
     """Put together everything that is known before the first step."""
     options = loaded.options
-    kind = adapter_kind(options.network)
     steps_per_epoch = batches.steps_per_epoch
     total_steps, epochs = length_of_training(options, steps_per_epoch)
     summaries = summarize(index)
-    denoiser = family.denoiser_naming.component
-    block_weights = rates[denoiser].block_weights if denoiser in rates else None
     return Plan(
         model=str(options.model.pretrained_model_name_or_path),
         family=family.name,
@@ -164,15 +172,16 @@ def make_plan(
         warmup_steps=schedule_settings(options, total_steps).warmup_steps,
         lr_scheduler=schedule_name(options.schedule),
         optimizer=options.optimizer.optimizer_type,
-        components=[component_plan(rates[name], chosen, kind) for name, chosen in targets.items()],
-        modules_per_block=modules_per_block(targets.get(denoiser, []), len(family.block_names())),
-        block_lr_weights=None if block_weights is None else list(block_weights),
+        components=trains.components(),
+        modules_per_block=trains.modules_per_block(),
+        block_lr_weights=None if trains.block_weights is None else list(trains.block_weights),
         block_names=list(family.block_names()),
+        further=trains.sentence,
         precision=options.run.mixed_precision,
         device=str(family.device),
         seed=seed,
         findings=list(index.findings),
-        notices=[*loaded.notices, *family.notes, *(note for part in rates.values() for note in part.notes)],
+        notices=[*loaded.notices, *family.notes, *trains.notes],
     )
 
 

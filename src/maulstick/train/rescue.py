@@ -56,7 +56,10 @@ class RescueWatcher:
             parts.optimizer,
             parameters=parts.named_parameters,
             scaler=parts.scaler,
-            extra={"guard": _GuardMemory(parts.guard)},
+            extra={
+                "guard": _GuardMemory(parts.guard),
+                **({} if parts.average is None else {parts.average.name: parts.average}),
+            },
             # Main memory has room for the copies where the GPU's has not.
             store="cpu" if parts.accelerator.device.type == "cuda" else "same",
         )

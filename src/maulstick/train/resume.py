@@ -89,6 +89,7 @@ def run_facts(prepared: Prepared, world: int) -> dict[str, Any]:
         "family": prepared.family.base_model_version,
         "model": fingerprint(prepared.family.denoiser),
         "dataset": dataset_facts(prepared.index),
+        "trained_from": prepared.trains.identity,
         "options": option_values(prepared.options),
     }
 
@@ -112,6 +113,11 @@ def check_same_run(facts: Mapping[str, Any], now: Mapping[str, Any], prepared: P
             "them trains its share of the images, so the run could not go on as it was; start as many."
         )
     refuse_other_dataset(facts["dataset"], prepared.index)
+    if facts.get("trained_from", "") != now["trained_from"]:
+        raise OptionError(
+            "resume: the reference images or the image encoder are not those of the state. Put them back, or begin a "
+            "new run with network_weights."
+        )
     if facts["torch"] != now["torch"]:
         notes.append(
             f"resume: torch was {facts['torch']} and is {now['torch']}; results can differ in their last digits"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TypeVar, get_args, get_type_hints
+from typing import get_args, get_type_hints
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -13,11 +13,8 @@ from accelerate.utils import broadcast_object_list
 from torch import nn
 
 from maulstick import __version__
-from maulstick.data.cache import TextStateCache
-from maulstick.data.captions import possible_captions
 from maulstick.data.findings import Finding
-from maulstick.data.index import Progress
-from maulstick.data.latents import CachedLatents, FreshLatents, LatentSource
+from maulstick.data.latents import LatentSource
 from maulstick.errors import OptionError
 from maulstick.guard import GradientGuard
 from maulstick.options.check import guard_config
@@ -26,12 +23,13 @@ from maulstick.options.schema import SampleOptions, flat_values
 from maulstick.pictures.drawing import refuse_samplers
 from maulstick.pictures.picture_files import PictureFacts
 from maulstick.pictures.prompts import Prompt, check_prompts, read_prompts
-from maulstick.train.adapter import attach_adapter, bound_norms
+from maulstick.train.average import weight_average
+from maulstick.train.conditioner import Conditioner
 from maulstick.train.console import RunConsole, make_console
 from maulstick.train.interrupt import StopSignals
 from maulstick.train.loop import LoopParts, LoopState, TrainingLoop
 from maulstick.train.optim import build_optimizer
-from maulstick.train.output import LoraOutput, dataset_facts
+from maulstick.train.output import AdapterOutput, dataset_facts
 from maulstick.train.plan import plan_lines
 from maulstick.train.precision import gradient_scaler
 from maulstick.train.prepare import Prepared, draw_seed, make_plan, must_use_cpu, prepare
@@ -48,11 +46,11 @@ from maulstick.train.resume import (
 from maulstick.train.sample import SampleError, draw_samples
 from maulstick.train.saving import RunSaver, end_label
 from maulstick.train.schedule import learning_rate_factor, schedule_settings
+from maulstick.train.sources import Sources
 from maulstick.train.state_folder import read_state
 from maulstick.train.trainee import Trainee
 from maulstick.train.watch_list import build_watchers
 
-Result = TypeVar("Result")
 MANY_SKIPS = 3
 SAMPLERS = get_args(get_type_hints(SampleOptions)["sample_sampler"])
 
@@ -92,7 +90,9 @@ class TrainingRun:
         writes = self.accelerator.is_main_process
         self.console = console or make_console(self.options.log.console if writes else "quiet")
         self.records = RunRecords(self.options, self._output_dir(), self.console, writes=writes)
+        self._sources = Sources(self.options, self.accelerator, self.console, self._report)
         self.prepared: Prepared | None = None
+        self._conditioner: Conditioner | None = None
         self.loop: TrainingLoop | None = None
         self.saver: RunSaver | None = None
         self._prompts: list[Prompt] = []
@@ -133,9 +133,10 @@ class TrainingRun:
         guard = GradientGuard(guard_config(self.options)[0])
         self.records.open(guard, start.facts.get("records"))
         self._announce(prepared, [*start.notes, *changes])
-        latents = self._latent_source(prepared)
+        latents = self._sources.latents(prepared)
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
+        self._conditioner = self._sources.conditioner(prepared)
         self.loop = self.build_loop(prepared, latents, guard)
         self._saver().facts = facts
         self._go_on_from(start, self.loop)
@@ -164,23 +165,6 @@ class TrainingRun:
             plan=prepared.plan.as_json(),
         )
 
-    def _latent_source(self, prepared: Prepared) -> LatentSource:
-        dataset = self.options.dataset
-        device = self.accelerator.device
-        if not dataset.cache_latents:
-            return FreshLatents(prepared.index, prepared.family, device=device, report=self._report)
-        latents = CachedLatents(
-            prepared.index, prepared.family, to_disk=dataset.cache_latents_to_disk, device=device, report=self._report
-        )
-        if dataset.cache_latents_to_disk:
-            # The first process writes the files, the others read them.
-            with self.accelerator.main_process_first():
-                self._with_progress("caching latents", latents.prepare)
-        else:
-            self._with_progress("caching latents", latents.prepare)
-        prepared.family.release_encoders(vae=True, text_encoders=False)
-        return latents
-
     def _leave_out_excluded(self, prepared: Prepared, latents: LatentSource) -> None:
         """Images that have no finite latents are out: count and plan anew."""
         prepared.index = latents.index
@@ -193,29 +177,12 @@ class TrainingRun:
             prepared.family,
             prepared.index,
             prepared.batches,
-            prepared.targets,
-            prepared.rates,
+            prepared.trains,
             seed=prepared.seed,
         )
         plan = prepared.plan
         prepared.batches.total_steps = plan.total_steps
         self.console.say(f"without them: {plan.images} images, {plan.train_images} per epoch, {plan.total_steps} steps")
-
-    def _with_progress(self, title: str, work: Callable[[Progress], Result]) -> Result:
-        shown = -1
-
-        def progress(done: int, total: int) -> None:
-            nonlocal shown
-            if shown < 0:
-                self.console.begin(title, total)
-                shown = 0
-            self.console.advance(done - shown)
-            shown = done
-
-        try:
-            return work(progress)
-        finally:
-            self.console.end()
 
     def _report(self, finding: Finding) -> None:
         self.console.say(f"{finding.severity}: {finding.text}")
@@ -225,11 +192,13 @@ class TrainingRun:
         """Put the adapter in and build everything that the loop works with; nothing is written."""
         options, family = self.options, prepared.family
         text_trained = any(name in prepared.targets for name in family.text_encoder_naming)
-        text_states = None if text_trained else self._text_states(prepared)
-        adapter = attach_adapter(prepared)
-        for note in adapter.notes:
+        conditioner = self._conditioner or self._sources.new_conditioner(prepared)
+        text_states = None if text_trained else self._sources.text_states(prepared, conditioner)
+        attached = prepared.trains.attach(family, prepared.seed)
+        for note in attached.notes:
             self.console.say(f"note       {note}")
-        optimizer = build_optimizer(options.optimizer.optimizer_type, options.optimizer.optimizer_args, adapter.groups)
+        optimizer = build_optimizer(options.optimizer.optimizer_type, options.optimizer.optimizer_args, attached.groups)
+        has_modes = callable(getattr(optimizer, "train", None))
         trainee: nn.Module = Trainee(
             family, trains_text_encoders=text_trained, precision=options.run.mixed_precision
         ).to(self.accelerator.device)
@@ -237,31 +206,33 @@ class TrainingRun:
             trainee = self.accelerator.prepare_model(trainee)
         if not latents.needs_vae:
             family.release_encoders(vae=True, text_encoders=False)
-        output = LoraOutput(
+        output = AdapterOutput(
             options,
             prepared.plan,
             family,
-            adapter.networks,
+            prepared.trains,
+            attached,
             prepared.seed,
             dataset_facts(prepared),
             self.records.started_at,
         )
         self.saver = RunSaver(prepared, output, self.console, self.records, self.accelerator)
-        guard.know_names(adapter.named_parameters)
+        guard.know_names(attached.named_parameters)
         parts = LoopParts(
             options=options,
             seed=prepared.seed,
             accelerator=self.accelerator,
             family=family,
             trainee=trainee,
-            named_parameters=adapter.named_parameters,
+            named_parameters=attached.named_parameters,
             optimizer=optimizer,
-            optimizer_has_modes=callable(getattr(optimizer, "train", None)),
+            optimizer_has_modes=has_modes,
             scaler=gradient_scaler(self.accelerator.device, options.run.mixed_precision),
             schedule=learning_rate_factor(schedule_settings(options, prepared.plan.total_steps)),
             batches=prepared.batches,
             latents=latents,
             text_states=text_states,
+            conditioner=conditioner,
             guard=guard,
             total_steps=prepared.plan.total_steps,
             console=self.console,
@@ -270,26 +241,18 @@ class TrainingRun:
             save_state=self.saver.save_state,
             save_state_at_end=self.saver.save_state_at_end,
             sample=self._sample if options.sample.sample_prompts is not None else None,
-            after_update=lambda: bound_norms(adapter, options.network.scale_weight_norms),
+            after_update=attached.after_update,
             stop_requested=lambda: None,
+            average=weight_average(
+                options.optimizer.ema_decay,
+                attached.named_parameters,
+                optimizer_has_modes=has_modes,
+                optimizer_type=options.optimizer.optimizer_type,
+            ),
         )
         parts.watchers = build_watchers(parts)
         self.saver.loop = TrainingLoop(parts)
         return self.saver.loop
-
-    def _text_states(self, prepared: Prepared) -> TextStateCache:
-        """Frozen text encoders: every caption is encoded once, before training or when it first comes up."""
-        # On the CPU: a cache on the GPU would take the room that training needs.
-        states = TextStateCache(prepared.family, device="cpu")
-        if not self.options.dataset.cache_text_encoder_outputs:
-            return states
-        captions = possible_captions(prepared.index.records)
-        if captions is None:
-            self.console.say("note       shuffled captions are too many to list: the text encoder stays loaded")
-            return states
-        self._with_progress("caching text states", lambda progress: states.encode_all(sorted(captions), progress))
-        prepared.family.release_encoders(vae=False, text_encoders=True)
-        return states
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -361,6 +324,7 @@ class TrainingRun:
                 label=f"{self.options.run.output_name}_{label}",
                 seed=prepared.seed,
                 facts=facts,
+                image_prompt=None if self._conditioner is None else self._conditioner.sample_prompt,
             )
         except SampleError as error:
             self.console.say(f"step {step}: {error}; training goes on")

@@ -18,17 +18,19 @@ from maulstick.train.events import json_value
 VALUES_PER_TENSOR = 64
 """How many values of each base weight go into the fingerprint: another model differs in all of its tensors."""
 
-FIXED_GROUPS = ("model", "network", "dataset", "guard")
+FIXED_GROUPS = ("model", "network", "ip_adapter", "dataset", "guard")
 FREE_GROUPS = ("sample", "log")
 FIXED = frozenset(
     {
-        *("optimizer_type", "optimizer_args", "gradient_accumulation_steps", "mixed_precision", "seed"),
+        *("optimizer_type", "optimizer_args", "ema_decay"),
+        *("gradient_accumulation_steps", "mixed_precision", "seed"),
     }
 )
 """Options outside ``FIXED_GROUPS`` that a state fits only with the same value."""
 FREE = frozenset(
     {
         *("pretrained_model_name_or_path", "train_data_dir", "reg_data_dir", "dataset_config", "network_weights"),
+        *("image_encoder", "conditioning_data_dir", "sample_ip_image"),
         *("output_dir", "output_name", "save_precision", "no_metadata", "training_comment"),
         *("save_every_n_epochs", "save_every_n_steps", "save_last_n_epochs", "save_last_n_steps"),
         *("save_state", "save_state_on_train_end", "save_last_n_epochs_state", "save_last_n_steps_state"),
@@ -36,7 +38,12 @@ FREE = frozenset(
     }
 )
 """Options that may differ without a word: what they lead to is compared itself, or they don't touch what is learned."""
-COUNTS_FROM_NOW_ON = frozenset({"cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs"})
+COUNTS_FROM_NOW_ON = frozenset(
+    {
+        *("cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs"),
+        "cache_image_features_to_disk",
+    }
+)
 """Options inside ``FIXED_GROUPS`` that may differ: what is trained is the same, to rounding."""
 
 

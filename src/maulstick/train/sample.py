@@ -10,6 +10,7 @@ import torch
 
 from maulstick.errors import MaulstickError
 from maulstick.families.base import Family
+from maulstick.families.ip_adapter import ImagePrompt
 from maulstick.pictures.drawing import Picture, draw_pictures
 from maulstick.pictures.picture_files import PictureFacts, write_picture
 from maulstick.pictures.prompts import Prompt, default_prompt
@@ -28,6 +29,7 @@ def draw_samples(
     label: str,
     seed: int,
     facts: PictureFacts,
+    image_prompt: ImagePrompt | None = None,
 ) -> list[Path]:
     """Draw a picture for each prompt with the networks as they are now; return ``output_dir/LABEL_00.png`` and so on.
 
@@ -41,6 +43,7 @@ def draw_samples(
         seed: of the first prompt where it has none of its own; the next one has the next. The same at every call of a
             run, so that pictures of one prompt differ by the training alone.
         facts: what is written into the files.
+        image_prompt: reference image for the IP-Adapter that is in the denoiser.
 
     Raises:
         SampleError: drawing or writing failed; the message says why.
@@ -53,7 +56,7 @@ def draw_samples(
         paths.append(path)
 
     try:
-        draw_pictures(family, _completed(prompts, family, sampler, seed), finished)
+        draw_pictures(family, _completed(prompts, family, sampler, seed), finished, image_prompt=image_prompt)
     except (MaulstickError, RuntimeError, ValueError, OSError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise SampleError(

@@ -1,4 +1,4 @@
-"""What a run saves on its way and at its end: LoRA files and state folders, and which older ones it removes."""
+"""What a run saves on its way and at its end: adapter files and state folders, and which older ones it removes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from maulstick.errors import ModelError
 from maulstick.options.schema import RunOptions
 from maulstick.train.console import RunConsole
 from maulstick.train.loop import LoopState, TrainingLoop
-from maulstick.train.output import LoraOutput
+from maulstick.train.output import AdapterOutput
 from maulstick.train.prepare import Prepared
 from maulstick.train.records import RunRecords
 from maulstick.train.resume import capture
@@ -35,7 +35,7 @@ class RunSaver:
     """
 
     prepared: Prepared
-    output: LoraOutput
+    output: AdapterOutput
     console: RunConsole
     records: RunRecords
     accelerator: Accelerator
@@ -85,7 +85,7 @@ class RunSaver:
         except ModelError:
             return self.save(label, state.step, state.epoch, dtype=torch.float32)
         except OSError as error:
-            self.console.say(f"output_dir cannot take the LoRA ({error.strerror or error}); saving it elsewhere")
+            self.console.say(f"output_dir cannot take the file ({error.strerror or error}); saving it elsewhere")
             self.output.folder = Path(tempfile.mkdtemp(prefix="maulstick-rescued-"))
             return self.save(label, state.step, state.epoch)
 

@@ -16,8 +16,9 @@ def build_watchers(parts: LoopParts) -> list[Watcher]:
     The rescue comes last: what is to be seen of a lost state must be seen before another one is in its place.
     """
     rescued = parts.options.rescue.rescue
+    average = [] if parts.average is None else [parts.average]
     budget = SkipBudget(parts.options.run.max_skipped_fraction, parts.total_steps, beside_rescue=rescued)
-    watchers: list[Watcher] = [budget]
+    watchers: list[Watcher] = [budget, *average]
     if parts.options.run.alarms:
         watchers.append(AlarmWatcher(parts.total_steps))
     if parts.options.autopsy.autopsy:
