@@ -46,15 +46,15 @@ class HeadlessBrowser:
         )
         os.close(to_browser)
         os.close(from_browser)
-        (target,) = [
-            each for each in self._call("Target.getTargets")["targetInfos"] if each["type"] == "page"
-        ]
+        (target,) = [each for each in self._call("Target.getTargets")["targetInfos"] if each["type"] == "page"]
         attached = self._call("Target.attachToTarget", targetId=target["targetId"], flatten=True)
         self._session: str | None = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log", "Network"):
             self._call(f"{domain}.enable", session=True)
 
-    def open(self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False, phone: bool = False) -> None:
+    def open(
+        self, page: Path, *, width: int = 1280, height: int = 900, dark: bool = False, phone: bool = False
+    ) -> None:
         """Show a file and wait until it is loaded and drawn."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
@@ -67,7 +67,9 @@ class HeadlessBrowser:
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         self._call("Emulation.setEmulatedMedia", session=True, features=[scheme])
         self._call("Page.navigate", session=True, url=page.resolve().as_uri())
-        self._until(lambda: self.run("document.readyState") == "complete" and self.run("location.href") != "about:blank")
+        self._until(
+            lambda: self.run("document.readyState") == "complete" and self.run("location.href") != "about:blank"
+        )
         self.settle()
 
     def run(self, code: str) -> Any:

@@ -78,6 +78,8 @@
 
   const ends = Object.entries(data.axes).filter(([name]) => !name.endsWith("bins")).flatMap(([, list]) => list.length ? [list[0], list.at(-1)] : []);
   const heatEnds = data.heat.map((each) => each.steps.at(-1));
+  /* One left edge, so that a step stands at the same place in charts and heat maps. */
+  const LEFT = Math.max(56, ...data.heat.flatMap((map) => map.rows.map((row) => Math.min(110, 16 + 6.3 * row.length))));
   const steps = new View(Math.min(1, ...ends), Math.max(1, ...ends, ...heatEnds));
   const timesteps = new View(0, 1000);
   const marks = data.runs.flatMap((run, number) => run.marks.map(([step, kind, text]) => ({ step, kind, text, run: number }))).sort((a, b) => a.step - b.step);
@@ -104,7 +106,7 @@
 
   class Drawing {
     constructor(place, view, name) {
-      Object.assign(this, { place, view, left: 56, right: 10, top: 8, bottom: 24 });
+      Object.assign(this, { place, view, left: view === steps ? LEFT : 56, right: 10, top: 8, bottom: 24 });
       this.legend = place.appendChild(make("ul", { class: "legend" }));
       this.plot = place.appendChild(make("div", { class: "plot", tabindex: "0", role: "img", "aria-label": name }));
       this.base = this.plot.appendChild(document.createElement("canvas"));
@@ -139,7 +141,7 @@
       g.fillStyle = colour("soft"); g.textAlign = "center"; g.textBaseline = "top";
       for (let tick = Math.ceil(from / step) * step; tick <= to; tick += step) {
         const label = thousands(tick), half = g.measureText(label).width / 2;
-        g.fillText(label, Math.min(Math.max(this.x(tick), this.left + half - 4), this.w - half), this.h - this.bottom + 6);
+        g.fillText(label, Math.min(Math.max(this.x(tick), this.left + half - 4), this.w - half), this.h - 15);
       }
     }
     drawCursor() {
@@ -160,6 +162,7 @@
       this.tell();
     }
     paintCursor() {}
+    turnRow() {}
     where(event) { return event.clientX - this.plot.getBoundingClientRect().left; }
     listen() {
       const plot = this.plot, view = this.view;
@@ -197,6 +200,7 @@
           ArrowRight: () => view.point(this.neighbour(now, 1, event.shiftKey ? jump : 0), true),
           Home: () => view.point(view.low, true), End: () => view.point(view.high, true),
           "+": () => view.zoom(0.5), "=": () => view.zoom(0.5), "-": () => view.zoom(2), 0: () => view.all(), Escape: () => view.all(),
+          ArrowUp: () => this.turnRow(-1), ArrowDown: () => this.turnRow(1),
           n: () => goToMark(1), p: () => goToMark(-1),
         };
         if (!event.ctrlKey && !event.metaKey && !event.altKey && actions[event.key]) { event.preventDefault(); actions[event.key](); }
@@ -231,7 +235,7 @@
     constructor(place, chart, view) {
       super(place, view, `${chart.title}: ${chart.lines.map((line) => line.name).join(", ")}. Arrow keys move along the steps.`);
       this.chart = chart;
-      this.bottom = view === steps && marks.length ? 34 : 24;
+      this.bottom = view === steps && marks.length ? 42 : 24;
       this.lines = chart.lines.map((line) => ({ ...line, x: data.axes[line.axis], y: line.values.map(value) }));
       this.log = chart.log ?? this.spreads();
       this.drawLegend();
@@ -330,9 +334,10 @@
       for (const mark of marks) {
         if (mark.step < this.view.from || mark.step > this.view.to) continue;
         g.fillStyle = colour(mark.kind);
-        g.beginPath(); shapeOf(mark.kind)(g, this.x(mark.step), strip, 3.5); g.fill();
+        const skipped = ["skip", "judged"].includes(mark.kind);
+        g.beginPath(); shapeOf(mark.kind)(g, this.x(mark.step), skipped ? strip : strip + 9, 3.5); g.fill();
         const line = this.chart.id === "norm" && this.lines.find((each) => each.run === mark.run);
-        if (!line || !["skip", "judged"].includes(mark.kind)) continue;
+        if (!line || !skipped) continue;
         const v = line.y[nearest(line.x, mark.step)];
         if (isNumber(v) && v > 0) { g.beginPath(); shapeOf(mark.kind)(g, this.x(mark.step), this.y(v), 5); g.fill(); }
       }
@@ -363,7 +368,6 @@
       this.low = all.reduce((a, b) => Math.min(a, b), Infinity); this.high = all.reduce((a, b) => Math.max(a, b), -Infinity);
       if (!all.length) { this.low = 0.1; this.high = 1; }
       this.log = this.high > 20 * this.low;
-      this.left = Math.min(110, 16 + 6.3 * Math.max(...map.rows.map((row) => row.length)));
       const bar = make("span", { class: "swatch", style: `border: 0; width: 7em; height: .8em; vertical-align: -.05em; background: linear-gradient(90deg, ${HEAT.join(",")})` });
       this.shown = make("b");
       this.legend.append(make("li", {}, format(this.low) + " ", bar, " " + format(this.high) + (this.log ? " (log scale)" : "")), make("li", {}, this.shown));
@@ -372,10 +376,14 @@
     height() { return Math.max(90, this.map.rows.length * 15) + this.top + this.bottom; }
     axis() { return this.map.steps; }
     rowAt(y) { return Math.min(Math.max(Math.floor((y - this.top) / this.cell()), 0), this.map.rows.length - 1); }
+    turnRow(by) { this.row = Math.min(Math.max((this.row ?? 0) + by, 0), this.map.rows.length - 1); this.tell(); }
     cell() { return (this.h - this.top - this.bottom) / this.map.rows.length; }
     shade(v) {
       const share = this.log ? Math.log(Math.max(v, this.low) / this.low) / Math.log(this.high / this.low || 2) : (v - this.low) / (this.high - this.low || 1);
-      return HEAT[Math.min(HEAT.length - 1, Math.max(0, Math.round(share * (HEAT.length - 1))))];
+      const place = Math.min(Math.max(share, 0), 1) * (HEAT.length - 1), below = Math.min(Math.floor(place), HEAT.length - 2);
+      const part = (hex, channel) => parseInt(hex.slice(1 + 2 * channel, 3 + 2 * channel), 16);
+      const mixed = [0, 1, 2].map((channel) => part(HEAT[below], channel) + (place - below) * (part(HEAT[below + 1], channel) - part(HEAT[below], channel)));
+      return `rgb(${mixed.map(Math.round).join(" ")})`;
     }
     paint(g) {
       const tall = this.cell(), { steps: ends, rows } = this.map;
@@ -442,6 +450,10 @@
     else if (button.classList.contains("picture")) openPicture(button);
     else if (button.dataset.turn) turn(Number(button.dataset.turn));
   });
+
+  at.textContent = matchMedia("(hover: none)").matches
+    ? "Touch a chart to read it, with two fingers to zoom."
+    : "Drag over a chart to zoom; double-click shows all. Keys: ← → + − 0, n and p for marks.";
 
   const viewer = document.getElementById("viewer");
   let opened = null;

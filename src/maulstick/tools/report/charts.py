@@ -33,7 +33,6 @@ _POINT_TITLES = {
     VALIDATION_LOSS: "",
     "alarms/largest_weight_norm": "Largest change of a module",
     "alarms/largest_attention_logit": "Largest attention logit",
-    "alarms/lr_squared_sum": "Sum of squared learning rates",
 }
 
 
@@ -128,7 +127,7 @@ class ChartMaker:
         chart = Chart(
             "norm",
             "Gradient norm and threshold",
-            "A step whose norm is above the threshold is skipped. Signs stand where the marks below happened.",
+            "A step whose norm is above the threshold is skipped. Triangles are skipped steps.",
             log=True,
         )
         for number in range(len(self.runs)):
@@ -149,7 +148,9 @@ class ChartMaker:
             if prefix == _RATE:
                 names = [name for name in names if not name.startswith(_SCALED_RATE)]
             alike: dict[tuple[Any, ...], list[str]] = {}
-            axis = f"{number} rates"
+            if not names:
+                continue
+            axis = f"{number} {id}"
             places = kept_places(
                 [run.series[name] for name in names[:3]], len(run.steps), self._rates_each, self._marked(run)
             )

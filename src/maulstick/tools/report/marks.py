@@ -21,7 +21,7 @@ KINDS = {
 
 _SKIP_NAN = (
     "One NaN in a gradient makes every trained weight NaN, clipping included. The step was left out and the weights "
-    "stayed as they were. If it comes back: look at the images, lower learning_rate, or train with mixed_precision = bf16."
+    "stayed as they were. If it comes back: look at the images, lower learning_rate, or set mixed_precision = bf16."
 )
 _SKIP_INF = (
     "A gradient beyond what the number format holds. The step was left out. In fp16 a few of these are how the loss "
@@ -44,8 +44,8 @@ _BY_REASON = {
     ("judged", "spike"): "With skip_grad_norm the step was skipped; the gradient log does not say so itself.",
     ("rescue", "bad_windows"): (
         "Too many bad steps in a row (rescue_after): the weights could not get on from there. Weights and optimizer "
-        "went back to a good state, the learning rate was multiplied by rescue_lr_factor, and training went on; the steps "
-        "in between are lost. If it happens again: lower learning_rate or train in bf16."
+        "went back to a good state, the learning rate was multiplied by rescue_lr_factor, and training went on; the "
+        "steps in between are lost. If it happens again: lower learning_rate or train in bf16."
     ),
     ("rescue", "non_finite_state"): (
         "Weights or optimizer state held NaN or infinity. They went back to the last good state, with a lower learning "

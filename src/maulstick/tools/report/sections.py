@@ -83,7 +83,7 @@ def _facts(run: RunData) -> Iterator[tuple[str, str]]:
         yield "learning", f"{plan.get('optimizer')}, {options.get('learning_rate')}, {plan['lr_scheduler']}"
     device = run.environment.get("gpu") or run.environment.get("device") or plan.get("device")
     if device:
-        yield "on", f"{device}, {plan.get('precision', '')}".rstrip(", ")
+        yield "on", f"{device}, mixed_precision {options.get('mixed_precision', 'not known')}"
     if "seed" in plan:
         yield "seed", str(plan["seed"])
 
@@ -132,7 +132,7 @@ def _mark_cells(number: int, row: MarkRow) -> tuple[Any, ...]:
     text = row.mark.text
     mark = row.mark
     if mark.threshold is not None and mark.norm is not None and mark.reason == "spike" and mark.kind == "skip":
-        text += f" (norm {mark.norm:.4g}, threshold {mark.threshold:.4g})"
+        text += f"; the threshold was {mark.threshold:.3g}"
     missing = [image for image in mark.images if image not in text]
     if missing:
         text += f"; images: {', '.join(missing)}"
@@ -180,8 +180,8 @@ def data_section(runs: Sequence[RunData]) -> Markup:
         if len(runs) > 1 and (run.findings or run.plan.get("folders")):
             parts.append(element("h3", run.name))
         if folders := run.plan.get("folders"):
-            rows = [[each.get(key) for key in ("folder", "images", "with_caption", "repeats")] for each in folders]
-            parts.append(table("Folders", ("folder", "images", "with caption", "repeats"), rows))
+            rows = [[each.get(key) for key in ("folder", "images", "captions", "repeats")] for each in folders]
+            parts.append(table("Folders", ("folder", "images", "captions", "repeats"), rows))
         if run.findings:
             parts.append(table("Findings", ("severity", "what was found"), map(_finding_cells, run.findings)))
         elif run.plan:
@@ -205,7 +205,7 @@ def options_section(runs: Sequence[RunData]) -> Markup:
         names = dict.fromkeys(name for run in runs for name in run.options)
         differ = [name for name in names if len({str(run.options.get(name)) for run in runs}) > 1]
         rows = [[name, *(shown(run.options.get(name)) for run in runs)] for name in differ]
-        content = table("Options that differ", ("option", *(run.name for run in runs)), rows)
+        content = table("Options that differ", ("option", *(run.name for run in runs)), rows, class_="bare")
         return _section("Options that differ", content if rows else element("p", "None: the options are the same."))
     options = runs[0].options
     usual = json_value(DEFAULTS)
@@ -215,11 +215,11 @@ def options_section(runs: Sequence[RunData]) -> Markup:
         "Options",
         joined(
             (
-                table("Options that are not the default", ("option", "value"), changed),
+                table("Options that are not the default", ("option", "value"), changed, class_="pairs"),
                 element(
                     "details",
                     element("summary", f"{len(rest)} options at their default"),
-                    table("Options at their default", ("option", "value"), rest),
+                    table("Options at their default", ("option", "value"), rest, class_="pairs bare"),
                 ),
             )
         ),
@@ -233,7 +233,7 @@ def environment_section(runs: Sequence[RunData]) -> Markup:
         return Markup("")
     head = ("", *(run.name for run in runs)) if len(runs) > 1 else ("", "")
     rows = [[name, *(shown(run.environment.get(name)) for run in runs)] for name in names]
-    return _section("Environment", table("Environment", head, rows))
+    return _section("Environment", table("Environment", head, rows, class_="pairs bare"))
 
 
 def files_section(runs: Sequence[RunData]) -> Markup:
@@ -245,7 +245,7 @@ def files_section(runs: Sequence[RunData]) -> Markup:
     ]
     if not rows:
         return Markup("")
-    return _section("Files", table("Files", ("file", "step", "size", "now", "sha256"), rows, class_="files"))
+    return _section("Files", table("Files", ("file", "step", "size", "now", "sha256"), rows, class_="files bare"))
 
 
 def shown(value: Any) -> str:

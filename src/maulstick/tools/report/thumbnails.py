@@ -58,7 +58,7 @@ def film_of(run: RunData, *, most_bytes: int = MOST_BYTES, most_pictures: int = 
         if side > SMALLER_SIDE:
             side = SMALLER_SIDE
         elif len(chosen) > 1:
-            chosen = evenly(sets, len(chosen) // 2)
+            chosen = evenly(sets, min(len(chosen) - 1, int(len(chosen) * most_bytes / size)) or 1)
         else:
             return Film(chosen, [], [], len(sets))
 

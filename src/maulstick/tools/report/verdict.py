@@ -7,7 +7,7 @@ from collections import Counter
 from maulstick.data.findings import counted
 from maulstick.tools.report.run_data import RunData
 
-_SKIPPED_FOR = {"spike": "spike", "nan": "NaN", "inf": "infinite", "non_finite_loss": "loss not finite"}
+_SKIPPED_FOR = {"spike": "spike", "nan": "NaN", "inf": "infinite", "non_finite_loss": "without a finite loss"}
 
 
 def level(data: RunData) -> str:
@@ -46,7 +46,8 @@ def _what_happened(data: RunData) -> list[str]:
     parts = []
     skipped = Counter(_SKIPPED_FOR.get(mark.reason, mark.reason) for mark in data.marks if mark.kind == "skip")
     if skipped:
-        why = ", ".join(f"{count:,} {reason}" for reason, count in skipped.most_common())
+        counts = skipped.most_common()
+        why = ", ".join(f"{count:,} {reason}{'s' * (reason == 'spike' and count > 1)}" for reason, count in counts)
         parts.append(f"{skipped.total():,} skipped ({why})")
     elif not data.from_gradient_log and data.steps:
         parts.append("none skipped")
