@@ -11,12 +11,12 @@ from maulstick.tools.report.marks import KINDS, MarkRow, explanation, in_rows
 from maulstick.tools.report.markup import Markup, element, image, joined, table
 from maulstick.tools.report.run_data import SECONDS, Mark, RunData
 from maulstick.tools.report.thumbnails import Film
-from maulstick.tools.report.verdict import headline, level
+from maulstick.tools.report.verdict import headline, level, word
 from maulstick.train.events import json_value
 
 MOST_ROWS = 100
 MOST_PATHS = 5
-LEVELS = {"good": ("✓", "Went well"), "look": ("!", "Worth a look"), "bad": ("✕", "Did not finish")}
+SIGNS = {"good": "✓", "look": "!", "bad": "✕"}
 _ORDER = ("gave_up", "rescue", "alarm", "skip", "judged", "trouble", "autopsy", "resume")
 _REASONS = {
     "nan": "NaN gradient",
@@ -40,7 +40,6 @@ _REASONS = {
 def verdict_section(run: RunData) -> Markup:
     """Return the header of a run: a word, a sentence, and the facts."""
     grade = level(run)
-    sign, word = LEVELS[grade]
     facts = element(
         "dl",
         *(element("div", element("dt", name), element("dd", value)) for name, value in _facts(run)),
@@ -51,8 +50,8 @@ def verdict_section(run: RunData) -> Markup:
         element("h2", run.name),
         element(
             "p",
-            element("span", sign, class_="sign", aria_hidden="true"),
-            element("strong", f"{word}. "),
+            element("span", SIGNS[grade], class_="sign", aria_hidden="true"),
+            element("strong", f"{word(run)}. "),
             headline(run) + ".",
             class_="headline",
         ),
@@ -91,7 +90,10 @@ def _facts(run: RunData) -> Iterator[tuple[str, str]]:
 def marks_section(runs: Sequence[RunData]) -> Markup:
     """Return what happened, by kind, each with what it means and what helps."""
     groups = [joined(_mark_groups(number, run, several=len(runs) > 1)) for number, run in enumerate(runs)]
-    content = joined(groups) or element("p", "Nothing out of the ordinary: no step was skipped, nothing was rescued.")
+    quiet = "Nothing out of the ordinary: no step was skipped, nothing was rescued."
+    if all(run.from_gradient_log for run in runs):
+        quiet = "Nothing out of the ordinary: no NaN, no infinity, no norm above the threshold."
+    content = joined(groups) or element("p", quiet)
     return _section("What happened", content)
 
 

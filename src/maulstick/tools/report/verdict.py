@@ -20,6 +20,15 @@ def level(data: RunData) -> str:
     return "look" if lost or data.count("rescue") or data.count("alarm") or data.count("trouble") else "good"
 
 
+def word(data: RunData) -> str:
+    """Return the level in words."""
+    if data.from_gradient_log:
+        return "Worth a look" if data.marks else "Nothing stands out"
+    if data.ending == "open":
+        return "No end in the log"
+    return {"good": "Went well", "look": "Worth a look", "bad": "Did not finish"}[level(data)]
+
+
 def headline(data: RunData) -> str:
     """Return the verdict: how far it came, what was skipped and rescued, and the file."""
     parts = [_how_far(data), *_what_happened(data)]
