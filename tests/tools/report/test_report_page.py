@@ -81,7 +81,7 @@ def test_skips_in_a_row_are_one_row_and_each_kind_says_which_option_helps() -> N
         (Mark(1, "gave_up", "", "bad_windows"), "rescue_limit"),
         (Mark(1, "alarm", "", "zero weights in unet"), "unet_lr"),
         (Mark(1, "alarm", "", "alarms/largest_weight_norm"), "scale_weight_norms"),
-        (Mark(1, "alarm", "", ""), "learning rate"),
+        (Mark(1, "alarm", "", ""), "learning_rate"),
     ):
         assert option in explanation(mark)
 
@@ -93,7 +93,7 @@ def test_the_page_holds_marks_findings_options_environment_and_files(tmp_path: P
         "Finished 60 of 60 steps; 1 skipped (1 spike); file made.safetensors.",
         "1 × skipped: norm out of the ordinary",
         "norm 9 is 45x the recent median 0.2; the threshold was 1.2; images: a.png",
-        ">no caption (&lt;",
+        ">no caption (script&gt;.png)<",
         '<th scope="row">learning_rate</th><td>0.002</td>',
         '<th scope="row">python</th><td>3.11.7</td>',
     ):
@@ -127,10 +127,10 @@ def test_nothing_that_a_log_says_becomes_markup(tmp_path: Path) -> None:
 def test_few_places_are_kept_and_every_extreme_among_them() -> None:
     draw = random.Random(0)
     column = [draw.gauss(0, 1) for _ in range(5000)]
-    column[1234], column[4321], column[77] = 50.0, -50.0, math.nan
+    column[1234], column[1235], column[4321], column[77] = 50.0, 40.0, -50.0, math.nan
     kept = kept_places([column], 5000, 300, always=[2222])
     assert len(kept) < 450
-    assert {0, 77, 1234, 2222, 4321, 4999} <= set(kept)
+    assert {0, 77, 1234, 1235, 2222, 4321, 4999} <= set(kept)
     assert kept == sorted(set(kept))
     assert kept_places([column[:300]], 300, 300) == list(range(300))
 
@@ -151,7 +151,7 @@ def test_twenty_thousand_steps_fit_with_every_spike(tmp_path: Path) -> None:
     page = render([read_run(log)])
     assert len(page.encode()) < MOST_BYTES
     norms = line_in(page, "norm")
-    assert len(norms) < 7500
+    assert len(norms) < 8000
     assert {step: norms.get(step) for step in unmarked} == {step: short(norm) for step, norm in unmarked.items()}
     assert (norms[9000], norms[15_000]) == ("nan", "nan")
     assert line_in(page, "rates")[20_000] == 0
@@ -229,7 +229,7 @@ def test_several_runs_stand_side_by_side(tmp_path: Path, monkeypatch: pytest.Mon
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["report"], 'Parameter "RUNS" requires an argument'),
+        (["report"], 'Command "report" parameter RUNS requires an argument.'),
         (["report", "gone"], "There is no gone. Expected the output_dir of a run, its NAME.events.jsonl, or a"),
         (["report", "gone", "--output", "a.htm"], "--output a.htm should end in .html."),
         (["report", "gone", "--json", "a.txt"], "--json a.txt should end in .json."),

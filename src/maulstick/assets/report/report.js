@@ -84,6 +84,8 @@
   const timesteps = new View(0, 1000);
   const marks = data.runs.flatMap((run, number) => run.marks.map(([step, kind, text]) => ({ step, kind, text, run: number }))).sort((a, b) => a.step - b.step);
 
+  const markSteps = marks.map((mark) => mark.step);
+
   function tellStep(said) {
     at.setAttribute("aria-live", said ? "polite" : "off");
     if (steps.cursor === null) return;
@@ -163,19 +165,26 @@
     }
     paintCursor() {}
     turnRow() {}
+    /* The step under the pointer, or a mark's that is near enough: single steps are narrower than a pixel. */
+    pointedAt(x) {
+      const step = this.stepAt(x);
+      if (this.view !== steps || !marks.length) return step;
+      const mark = marks[nearest(markSteps, step)];
+      return Math.abs(this.x(mark.step) - x) <= 4 ? mark.step : step;
+    }
     where(event) { return event.clientX - this.plot.getBoundingClientRect().left; }
     listen() {
       const plot = this.plot, view = this.view;
       plot.addEventListener("pointerdown", (event) => {
         this.pointers.set(event.pointerId, this.where(event));
         if (event.pointerType === "mouse" && event.button === 0) { this.start = this.where(event); plot.setPointerCapture(event.pointerId); }
-        view.point(this.stepAt(this.where(event)));
+        view.point(this.pointedAt(this.where(event)));
       });
       plot.addEventListener("pointermove", (event) => {
         const x = this.where(event);
         if (this.pointers.size === 2 && this.pointers.has(event.pointerId)) return this.pinch(event.pointerId, x);
         if (this.start !== undefined && Math.abs(x - this.start) > 4) this.selection = [Math.max(this.left, Math.min(x, this.start)), Math.min(this.w - this.right, Math.max(x, this.start))];
-        view.point(this.stepAt(x));
+        view.point(this.pointedAt(x));
       });
       const up = (event) => {
         this.pointers.delete(event.pointerId);
