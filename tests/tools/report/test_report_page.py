@@ -73,7 +73,8 @@ def test_a_quiet_run_went_well_and_one_that_ends_in_skips_is_told() -> None:
 
 def test_skips_in_a_row_are_one_row_and_each_kind_says_which_option_helps() -> None:
     marks = [Mark(step, "skip", "", "nan") for step in (5, 6, 7, 9)]
-    assert [(row.first, row.last, row.count) for row in in_rows(marks)] == [(5, 7, 3), (9, 9, 1)]
+    marks.append(Mark(5, "autopsy", ""))
+    assert [(row.first, row.last, row.count) for row in in_rows(marks)] == [(5, 7, 3), (5, 5, 1), (9, 9, 1)]
     for mark, option in (
         (Mark(1, "skip", "", "nan"), "bf16"),
         (Mark(1, "skip", "", "spike"), "gradient_accumulation_steps"),

@@ -380,6 +380,7 @@
       const bar = make("span", { class: "swatch", style: `border: 0; width: 7em; height: .8em; vertical-align: -.05em; background: linear-gradient(90deg, ${HEAT.join(",")})` });
       this.shown = make("b");
       this.legend.append(make("li", {}, format(this.low) + " ", bar, " " + format(this.high) + (this.log ? " (log scale)" : "")), make("li", {}, this.shown));
+      if (this.grid.flat().some((v) => v !== null && !isNumber(v))) this.legend.firstChild.append("; red: NaN or infinite");
       this.plot.addEventListener("pointermove", (event) => { this.row = this.rowAt(event.clientY - this.plot.getBoundingClientRect().top); this.tell(); });
     }
     height() { return Math.max(90, this.map.rows.length * 15) + this.top + this.bottom; }

@@ -129,11 +129,13 @@ def explanation(mark: Mark) -> str:
 def in_rows(marks: Sequence[Mark]) -> list[MarkRow]:
     """Return the marks in the order of their steps; neighbouring steps skipped for the same reason become one row."""
     rows: list[MarkRow] = []
+    last_of: dict[tuple[str, str], int] = {}
     for mark in sorted(marks, key=lambda each: each.step):
-        before = rows[-1] if rows else None
-        joins = mark.kind in ("skip", "judged") and before is not None and before.last == mark.step - 1
-        if joins and before is not None and (before.mark.kind, before.mark.reason) == (mark.kind, mark.reason):
-            rows[-1] = MarkRow(before.first, mark.step, before.mark)
+        kind = (mark.kind, mark.reason)
+        place = last_of.get(kind)
+        if mark.kind in ("skip", "judged") and place is not None and rows[place].last == mark.step - 1:
+            rows[place] = MarkRow(rows[place].first, mark.step, rows[place].mark)
         else:
+            last_of[kind] = len(rows)
             rows.append(MarkRow(mark.step, mark.step, mark))
     return rows
