@@ -317,8 +317,9 @@ DIFFERENCES: Mapping[str, str] = {
 }
 """Options that Maulstick has too, with another default or a limit."""
 
-_OTHERS = ("alarms", "console", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", *BY_NUMBER)
+_LOG_OPTIONS = ("console", "log_details_every_n_steps", "report")
+_OTHERS = ("alarms", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", *BY_NUMBER)
 MAULSTICK_ONLY = frozenset(
-    {*_OTHERS, *_GUARD_OPTIONS, *_RESCUE_OPTIONS, *_AUTOPSY_OPTIONS, *SUPPORTED_NETWORK_ARGUMENTS}
+    {*_OTHERS, *_LOG_OPTIONS, *_GUARD_OPTIONS, *_RESCUE_OPTIONS, *_AUTOPSY_OPTIONS, *SUPPORTED_NETWORK_ARGUMENTS}
 )
 """Options that sd-scripts does not have under this name."""
