@@ -109,7 +109,7 @@ def test_the_page_holds_marks_findings_options_environment_and_files(tmp_path: P
 
 def test_nothing_that_a_log_says_becomes_markup(tmp_path: Path) -> None:
     rows = [
-        start_event(1, output_name=CLOSING_TAG, training_comment="<img src=x onerror=alert(1)>{{script}}"),
+        start_event(1, output_name=CLOSING_TAG, training_comment="<img src=x onerror=alert(1)>{{scripts}}"),
         {"event": "step", "train/steps": 1, "loss/current": 0.1, f"{CLOSING_TAG}": 1.0, "norm/grad": 1.0},
         {"event": "alarm", "step": 1, "kind": CLOSING_TAG, "text": CLOSING_TAG + "\u2028"},
         {"event": "failed", "step": 1, "error": CLOSING_TAG},
@@ -118,7 +118,7 @@ def test_nothing_that_a_log_says_becomes_markup(tmp_path: Path) -> None:
     assert page.count("</script>") == 2
     assert "<img src=x" not in page
     assert data_in(page)["runs"][0]["marks"][0][2].startswith(f"alarm: {CLOSING_TAG}"[:60])
-    assert "{{script}}" in page  # what a log says is not looked at again
+    assert "{{scripts}}" in page  # what a log says is not looked at again
     assert not re.search(r"https?://", page)
 
 

@@ -18,6 +18,7 @@ from maulstick.tools.report.thumbnails import MOST_BYTES, MOST_PICTURES, film_of
 from maulstick.tools.report.verdict import headline, level
 
 TABLE_ROWS = 12
+SCRIPTS = ("drawing.js", "charts.js", "report.js")
 IDENTITY = "maulstick-run"
 
 
@@ -40,7 +41,7 @@ def render(runs: Sequence[RunData]) -> str:
         "identity": text(identity(runs)),
         "title": text(f"{names}: {len(runs)} runs side by side" if several else f"{names}: run report"),
         "style": _asset("report.css"),
-        "script": _asset("report.js"),
+        "scripts": joined(_asset(name) for name in SCRIPTS),
         "verdicts": joined(sections.verdict_section(run) for run in runs),
         "marks": sections.marks_section(runs),
         "charts": joined(_chart(chart, maker.axes) for chart in charts),
