@@ -48,7 +48,7 @@ def blocks_as_groups(family: Family, parameters: Sequence[tuple[str, nn.Paramete
 
 
 class DetailWatcher:
-    """Writes a ``blocks`` and a ``timesteps`` event every ``interval`` steps, and what is left at the end.
+    """Writes a ``blocks`` and a ``timesteps`` event every ``interval`` steps and after the last one.
 
     The guard has measured the blocks' gradients with the whole; norms of the weights are read once per event. Losses
     and timesteps stay on the device until then. They are those of the images on the first process.
@@ -73,7 +73,7 @@ class DetailWatcher:
                 factors = losses.new_tensor([1.0 / weights[place] for place in kept])
                 self._drawn.append((timesteps[kept], losses[kept] * factors))
         step = done.step + 1
-        if step % self.interval == 0:
+        if step % self.interval == 0 or step == loop.parts.total_steps:
             self._write_blocks(loop, step, done.outcome.verdict.group_norms)
             self._write_timesteps(loop, step)
 
