@@ -22,7 +22,7 @@ from maulstick.options.values import option_types
 
 REQUIRED = ["--pretrained_model_name_or_path", "m", "--train_data_dir", "d", "--output_dir", "o"]
 CHECK_MODULE = "maulstick.train.prepare"
-COMMANDS = ["train", "check", "generate", "quickstart", "optimizers"]
+COMMANDS = ["train", "check", "generate", "quickstart", "report", "optimizers"]
 
 
 def run_program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -65,6 +65,7 @@ def test_help_shows_every_option_in_one_piece_with_its_default(command: str, col
         assert len(re.findall(rf"^  --{name}( |$)", text, re.MULTILINE)) == 1
     # The original guardian's two negative switches, and those of what is on without being asked for.
     switches = {"--no-skip_nan_immediate", "--no-skip_inf_immediate", "--no-rescue", "--no-alarms", "--no-autopsy"}
+    switches.add("--no-report")
     assert set(re.findall(r"--no-\w+", text)) == switches | ({"--no-dry_step"} if command == "check" else set())
     assert "--empty-" not in text
     flat = " ".join(text.split())
@@ -124,6 +125,7 @@ def test_the_program_lists_its_commands() -> None:
         "extract",
         "resize",
         "convert",
+        "report",
         "replay",
         "autopsy",
         "optimizers",
@@ -219,7 +221,10 @@ class Recorder:
 def test_train_is_given_the_loaded_options(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(monkeypatch, "maulstick.train.run", "run_training", 3)
     assert main(["train", *REQUIRED, "--network_dim", "16", "--xformers"]) == 3
-    ((loaded,),) = recorder.calls
+    assert main(["train", *REQUIRED, "--no-report"]) == 3
+    (loaded, when_closed), (_, nothing) = recorder.calls
+    assert callable(when_closed)
+    assert nothing is None
     assert isinstance(loaded, LoadedOptions)
     assert loaded.options.network.network_dim == 16
     assert loaded.notices[0].startswith("Without effect here: xformers")

@@ -103,13 +103,14 @@ def build_app() -> App:
     app.command(autopsy_app())
     app.command(generate)
     app.command(quickstart)
+    app.command(report)
     app.command(replay)
     app.command(optimizers)
     for command in LORA_COMMANDS:
         app.command(command)
     lora_commands = [command.__name__ for command in LORA_COMMANDS]
     of_a_run = ["train", "check", "plot-schedule", "probe"]
-    order = ["quickstart", *of_a_run, "generate", *lora_commands, "replay", "autopsy", "optimizers"]
+    order = ["quickstart", *of_a_run, "generate", *lora_commands, "report", "replay", "autopsy", "optimizers"]
     for place, name in enumerate(order):
         app[name].sort_key = place
     return app
@@ -120,7 +121,14 @@ def train(arguments: Sequence[str]) -> int:
     loaded = load_train_options(arguments)
     from maulstick.train.run import run_training
 
-    return run_training(loaded)
+    return run_training(loaded, _report_when_closed if loaded.options.log.report else None)
+
+
+def _report_when_closed(log: Path) -> str:
+    """Write the report of the run whose event log was just closed."""
+    from maulstick.tools.report.command import report_of_finished_run
+
+    return report_of_finished_run(log)
 
 
 def check(arguments: Sequence[str]) -> int:
@@ -197,6 +205,22 @@ def replay(log: Path, /, *, grad_norm_mode: Modes = (), plot: Path | None = None
     from maulstick.tools.replay import replay_command
 
     return replay_command(log, grad_norm_mode, as_json=as_json, plot=plot)
+
+
+def report(
+    runs: list[Path], /, *, output: Path | None = None, json: Annotated[Path | None, Parameter(name="json")] = None
+) -> int:
+    """Show a run, or several side by side, in one HTML file that needs no network.
+
+    Args:
+        runs: Each the output_dir of a run, its NAME.events.jsonl, or a gradient_logs+NAME.txt, of the original program
+            too.
+        output: File to write (.html); without it NAME.report.html beside the log, or maulstick.report.html for several.
+        json: Also write everything, with every step, into this JSON file.
+    """
+    from maulstick.tools.report.command import report_command
+
+    return report_command(runs, output, json)
 
 
 def optimizers(*, as_json: Json = False) -> int:

@@ -177,6 +177,7 @@ RANGES: dict[str, _Range] = {
     "autopsy_limit": _ONE_OR_MORE,
     "sample_every_n_steps": _ONE_OR_MORE,
     "sample_every_n_epochs": _ONE_OR_MORE,
+    "log_details_every_n_steps": _ZERO_OR_MORE,
 }
 """Every option that is a number, with the values it may have."""
 

@@ -353,6 +353,10 @@ class LogOptions:
     """Folder for TensorBoard files; without it they go into output_dir/logs."""
     log_with: Literal["tensorboard", "wandb", "all"] | None = None
     """Also send values to these trackers; the JSONL log in output_dir is always written."""
+    log_details_every_n_steps: int = 50
+    """Log norms by block and the loss by timestep every so many steps; 0 never does."""
+    report: Annotated[bool, Parameter(negative="--no-report")] = True
+    """Write output_dir/NAME.report.html when the run ends, however it ends."""
     console: Literal["auto", "rich", "plain", "quiet"] = "auto"
     """Terminal output: a live bar, plain lines for log files, or nothing but results and errors."""
 

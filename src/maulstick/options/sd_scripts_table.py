@@ -292,13 +292,15 @@ DIFFERENCES: Mapping[str, str] = {
 }
 """Options that Maulstick has too, with another default or a limit."""
 
+_LOG_OPTIONS = ("console", "log_details_every_n_steps", "report")
 _OTHERS = (
-    *("alarms", "console", "ema_decay", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", "no_t5xxl"),
+    *("alarms", "ema_decay", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", "no_t5xxl"),
     *BY_NUMBER,
 )
 MAULSTICK_ONLY = frozenset(
     {
         *_OTHERS,
+        *_LOG_OPTIONS,
         *_GUARD_OPTIONS,
         *_RESCUE_OPTIONS,
         *_AUTOPSY_OPTIONS,

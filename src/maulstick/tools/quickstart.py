@@ -21,6 +21,7 @@ from maulstick.pictures.drawing import Picture, draw_pictures
 from maulstick.pictures.grid import labelled_grid
 from maulstick.pictures.prompts import Prompt, default_prompt, read_prompts
 from maulstick.tools.apply_lora import apply_loras, parse_lora_choice
+from maulstick.tools.report.command import report_of_finished_run
 from maulstick.train.run import TrainingRun
 from maulstick.train.validate import denoising_loss
 
@@ -43,6 +44,7 @@ def run_quickstart(output_dir: Path) -> int:
     arguments = ["--config_file", str(ASSETS / "quickstart.toml"), "--pretrained_model_name_or_path", str(model)]
     loaded = load_train_options([*arguments, "--train_data_dir", str(images), "--output_dir", str(output_dir)])
     run = TrainingRun(loaded)
+    run.records.when_closed = report_of_finished_run
     say = run.console.say
     say("Maulstick's quickstart: a small Stable Diffusion 1.x model that draws Twemoji learns the OpenMoji style.")
     prepared = run.prepare()

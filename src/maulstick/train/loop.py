@@ -23,6 +23,7 @@ from maulstick.options.schema import TrainOptions
 from maulstick.train.average import WeightAverage
 from maulstick.train.conditioner import Conditioner
 from maulstick.train.console import RunConsole, StepLine
+from maulstick.train.details import blocks_as_groups
 from maulstick.train.objective import NoisyBatch, image_losses, make_noisy
 from maulstick.train.records import RunRecords
 from maulstick.train.rescue import images_in, with_stand_ins
@@ -92,6 +93,8 @@ class TrainingLoop:
         self.state = LoopState()
         self.rate_scale = 1.0
         self.left_out: frozenset[str] = frozenset()
+        self.measured = blocks_as_groups(parts.family, parts.named_parameters)
+        self._draws: list[tuple[Tensor, Tensor]] = []
         self.base_rates = [group["lr"] for group in parts.optimizer.param_groups]
 
     def run(self) -> LoopState:
@@ -134,7 +137,7 @@ class TrainingLoop:
         extra = self.parts.after_update() if outcome.stepped else {}
         # The guard has read the loss, over all processes, together with the norm: no second wait for the device.
         loss_value = math.nan if outcome.verdict.loss is None else outcome.verdict.loss
-        done = WindowDone(self.state.step, self.state.epoch, window, images, outcome, loss_value)
+        done = WindowDone(self.state.step, self.state.epoch, window, images, outcome, loss_value, tuple(self._draws))
         self._record(done, extra, time.perf_counter() - started)
         for watcher in self.parts.watchers:
             watcher.after_window(self, done)
@@ -144,6 +147,7 @@ class TrainingLoop:
         """Run forward and backward over the window's micro-batches; return the mean loss, detached."""
         parts = self.parts
         total = torch.zeros((), device=parts.accelerator.device)
+        self._draws = []
         for place, (batch, latents) in enumerate(window):
             with self._gradient_exchange(last=place == len(window) - 1):
                 loss = self.micro_batch_loss(batch, latents, images, step=self.state.step, place=place)
@@ -211,7 +215,9 @@ class TrainingLoop:
         about_images |= parts.conditioner.about(batch.items)
         prediction = parts.trainee(noisy.noisy, noisy.timesteps, about_images=about_images, **text)
         weights = torch.tensor([item.loss_weight for item in batch.items], device=device)
-        return image_losses(parts.family, prediction, noisy, parts.options.objective, weights)
+        losses = image_losses(parts.family, prediction, noisy, parts.options.objective, weights)
+        self._draws.append((noisy.timesteps, losses.detach()))
+        return losses
 
     def update(self, window: Window, loss: Tensor) -> StepOutcome:
         """Unscale, measure, judge, clip, step or skip, update the scaler: the order that keeps all of them healthy."""
@@ -222,7 +228,7 @@ class TrainingLoop:
             loss=loss,
             scaler=parts.scaler,
             max_grad_norm=parts.options.optimizer.max_grad_norm or None,
-            source=parts.named_parameters,
+            source=self.measured,
             images=[item.record.path.name for batch, _ in window for item in batch.items],
         )
         if outcome is None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ class RunRecords:
     """The records of one run, on the process that writes (``writes``); on the others nothing happens.
 
     No failing write ends the run: the console is told, and what cannot be written now is kept for later.
+    ``when_closed`` is called with the event log when that is complete, also after a failed run; it makes something of
+    it (a report), and returns a line for the console. Nothing that goes wrong there ends the run either.
     """
 
     def __init__(self, options: TrainOptions, output_dir: Path, console: RunConsole, *, writes: bool) -> None:
@@ -36,6 +38,7 @@ class RunRecords:
         self.events: EventLog | NoLog = NoLog()
         self.trackers: list[GeneralTracker] = []
         self.gradient_log: GradientLog | None = None
+        self.when_closed: Callable[[Path], str | None] | None = None
         self._gradient_log_fails = False
 
     def check(self) -> None:
@@ -117,6 +120,13 @@ class RunRecords:
                 self._tell_of_gradient_log(error)
         for tracker in self.trackers:
             tracker.finish()
+        if self.when_closed is not None and isinstance(self.events, EventLog):
+            try:
+                line = self.when_closed(self.events.path)
+            except Exception as error:  # whatever it is, the run is over and its files are there
+                line = f"no report was written ({type(error).__name__}: {error})"
+            if line:
+                self.console.say(line)
 
     def _tell_of_gradient_log(self, error: OSError) -> None:
         if not self._gradient_log_fails and self.gradient_log is not None:

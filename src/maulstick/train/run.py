@@ -26,6 +26,7 @@ from maulstick.pictures.prompts import Prompt, check_prompts, read_prompts
 from maulstick.train.average import weight_average
 from maulstick.train.conditioner import Conditioner
 from maulstick.train.console import RunConsole, make_console
+from maulstick.train.environment import environment
 from maulstick.train.interrupt import StopSignals
 from maulstick.train.loop import LoopParts, LoopState, TrainingLoop
 from maulstick.train.optim import build_optimizer
@@ -55,9 +56,10 @@ MANY_SKIPS = 3
 SAMPLERS = get_args(get_type_hints(SampleOptions)["sample_sampler"])
 
 
-def run_training(loaded: LoadedOptions) -> int:
-    """Run ``maulstick train``; return its exit code."""
+def run_training(loaded: LoadedOptions, when_closed: Callable[[Path], str | None] | None = None) -> int:
+    """Run ``maulstick train``; return its exit code. ``when_closed``: see ``RunRecords``."""
     run = TrainingRun(loaded)
+    run.records.when_closed = when_closed
     exit_code = run.train().exit_code
     if run.accelerator.num_processes > 1:
         # gloo's threads can abort an interpreter that shuts down while they still wait for the others.
@@ -161,6 +163,7 @@ class TrainingRun:
             "start",
             maulstick=__version__,
             torch=torch.__version__,
+            environment=environment(self.accelerator.device, self.accelerator.num_processes),
             options=flat_values(self.options),
             plan=prepared.plan.as_json(),
         )
@@ -288,7 +291,9 @@ class TrainingRun:
                 f"warning: the last {state.skips_in_a_row} steps were all skipped, so nothing was learned since step "
                 f"{state.step - state.skips_in_a_row}; the weights have probably diverged. Try a lower learning rate."
             )
-        self.records.close("interrupted" if state.stopped_by else "end", step=state.step, summary=summary, file=path)
+        stopped = {"stopped_by": state.stopped_by} if state.stopped_by else {}
+        event = "interrupted" if state.stopped_by else "end"
+        self.records.close(event, step=state.step, summary=summary, file=path, **stopped)
         return RunResult(path, state, summary)
 
     def _save_what_there_is(self, error: BaseException) -> None:

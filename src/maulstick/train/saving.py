@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator
 
+from maulstick.adapters.files import file_hash
 from maulstick.errors import ModelError
 from maulstick.options.schema import RunOptions
 from maulstick.train.console import RunConsole
@@ -62,7 +63,7 @@ class RunSaver:
         earlier = self.output.written[path]
         aside = f" (the earlier file is now {earlier.name})" if earlier else ""
         self.console.say(f"saved {path}{aside}")
-        self.records.events.write("save", file=path, step=step, earlier_file=earlier)
+        self.records.events.write("save", file=path, step=step, earlier_file=earlier, sha256=file_hash(path))
         return path
 
     def save_intermediate(self, label: str, step: int, epoch: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from maulstick.train.alarms import AlarmWatcher
 from maulstick.train.autopsy import AutopsyWatcher
+from maulstick.train.details import DetailWatcher
 from maulstick.train.loop import LoopParts
 from maulstick.train.rescue import RescueWatcher
 from maulstick.train.skip_budget import SkipBudget
@@ -19,6 +20,8 @@ def build_watchers(parts: LoopParts) -> list[Watcher]:
     average = [] if parts.average is None else [parts.average]
     budget = SkipBudget(parts.options.run.max_skipped_fraction, parts.total_steps, beside_rescue=rescued)
     watchers: list[Watcher] = [budget, *average]
+    if parts.options.log.log_details_every_n_steps:
+        watchers.append(DetailWatcher(parts.options.log.log_details_every_n_steps))
     if parts.options.run.alarms:
         watchers.append(AlarmWatcher(parts.total_steps))
     if parts.options.autopsy.autopsy:

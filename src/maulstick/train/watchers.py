@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from maulstick.guard import StepOutcome
     from maulstick.train.loop import TrainingLoop, Window
@@ -24,6 +24,7 @@ class WindowDone:
         images: mean number of images per process in it, which its losses were divided by.
         outcome: what the guard saw and decided; the same on all processes.
         loss: mean loss over all processes; NaN where it is not known.
+        draws: timesteps and losses (B,) of the images of each micro-batch on this process, on the device.
     """
 
     step: int
@@ -32,6 +33,7 @@ class WindowDone:
     images: float
     outcome: StepOutcome
     loss: float
+    draws: Sequence[tuple[Tensor, Tensor]] = ()
 
 
 class Watcher(Protocol):

@@ -1,0 +1,1 @@
+"""The report of a run: log -> RunData -> charts with few points -> one HTML file, or JSON."""
