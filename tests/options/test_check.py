@@ -123,6 +123,7 @@ def test_no_number_may_be_negative(load: Load, name: str) -> None:
         ["--enable_bucket", "--resolution", "500"],
         ["--keep_tokens", "0", "--prior_loss_weight", "1", "--sample_sampler", "euler", "--min_bucket_reso", "256"],
         ["--max_grad_norm", "0"],
+        ["--keep_tokens", "1", "--caption_tag_dropout_rate", "0.1"],
         ["--block_alphas", "1", "--mid_lr_weight", "0"],
         ["--conv_block_dims", "4", "--conv_alpha", "2"],
         ["--block_lr", "mid=0", "--block_lr_zero_threshold", "0.1"],
@@ -137,7 +138,11 @@ def test_harmless_combinations_pass_without_a_word(load: Load, arguments: list[s
 @pytest.mark.parametrize(
     "arguments, notice",
     [
-        (["--keep_tokens", "1"], "keep_tokens has no effect without shuffle_caption."),
+        (
+            ["--keep_tokens", "1"],
+            "keep_tokens has no effect without shuffle_caption, caption_tag_dropout_rate or token_warmup_step.",
+        ),
+        (["--token_warmup_min", "3"], "token_warmup_min has no effect without token_warmup_step."),
         (
             ["--bucket_no_upscale", "--max_bucket_reso", "2048"],
             "max_bucket_reso, bucket_no_upscale have no effect without enable_bucket.",
