@@ -54,9 +54,25 @@ def test_two_processes_train_one_lora(images: Path, tmp_path: Path):
     assert output.count("saved ") == 1
 
 
+HELD_PARTS = """
+from torch.distributed.tensor import DTensor
+network = run.loop.parts.family.denoiser
+trained = {id(p) for _, p in run.loop.parts.named_parameters}
+assert not any(isinstance(p, DTensor) for _, p in run.loop.parts.named_parameters)
+frozen = [p for p in network.parameters() if id(p) not in trained]
+assert frozen and all(isinstance(p, DTensor) for p in frozen)
+held = sum(p.to_local().numel() for p in frozen)
+assert 0.4 < held / sum(p.numel() for p in frozen) < 0.6, held
+"""
+"""Each process holds about half of what is frozen, and all of what trains."""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("fsdp", [False, True], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize("network_type", ["lora", "ip_adapter"])
-def test_two_processes_give_the_weights_of_one_with_the_same_global_batch(images: Path, tmp_path: Path, network_type):
+def test_two_processes_give_the_weights_of_one_with_the_same_global_batch(
+    images: Path, tmp_path: Path, network_type: str, fsdp: bool
+):
     further = {
         "lora": ["--network_train_unet_only", "--network_alpha", "4", "--network_dropout", "0.1"],
         "ip_adapter": ["--image_encoder", str(clip_encoder())],
@@ -85,7 +101,10 @@ def test_two_processes_give_the_weights_of_one_with_the_same_global_batch(images
     ends = zip(start, one.loop.parts.named_parameters, strict=True)
     assert max(float((parameter - before).abs().max()) for before, (_, parameter) in ends) > 1e-3
     two = [*shared, "--output_dir", str(tmp_path / "two"), "--gradient_accumulation_steps", "2"]
-    output_on_two(tmp_path, RUN_AND_COMPARE + LEAVE, two)
+    if fsdp:
+        output_on_two(tmp_path, RUN_AND_COMPARE + HELD_PARTS + LEAVE, [*two, "--fsdp_base", "--gradient_checkpointing"])
+    else:
+        output_on_two(tmp_path, RUN_AND_COMPARE + LEAVE, two)
     alone, together = (load_file(tmp_path / name / "last.safetensors") for name in ("one", "two"))
     assert alone.keys() == together.keys()
     for name, tensor in alone.items():

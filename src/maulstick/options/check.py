@@ -300,6 +300,13 @@ def _check_data(options: TrainOptions) -> None:
 
 def _check_samples(options: TrainOptions) -> None:
     sample = options.sample
+    if options.run.fsdp_base and sample.sample_prompts is not None:
+        raise _contradiction(
+            "fsdp_base",
+            "sample_prompts",
+            "the first process draws, but holds only a part of the base. Draw with the saved file instead: "
+            "maulstick generate.",
+        )
     if sample.sample_prompts is None:
         for name in ("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"):
             if getattr(sample, name):
@@ -351,6 +358,8 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         yield from line(set_otherwise("initial_epoch"), "with initial_step")
     if run.no_metadata:
         yield from line(set_otherwise("training_comment"), "with no_metadata")
+    if options.run.fsdp_base and options.autopsy.autopsy:
+        yield "autopsy has no effect with fsdp_base: one process alone cannot run a step again."
     if not options.autopsy.autopsy:
         yield from line(set_otherwise("autopsy_limit"), "with no-autopsy")
     if not options.rescue.rescue:

@@ -221,6 +221,8 @@ class RunOptions:
     """Look now and then for weights that do not learn, and for trends that end in an overflow."""
     gradient_checkpointing: bool = False
     """Compute activations twice to save memory."""
+    fsdp_base: bool = False
+    """Spread the frozen denoiser over all processes (FSDP2), so that each holds only a part of it."""
     mixed_precision: Precision = "no"
     """Number format of the base and of the forward pass; the LoRA itself stays in 32 bit."""
     seed: int | None = None

@@ -294,7 +294,7 @@ DIFFERENCES: Mapping[str, str] = {
 
 _LOG_OPTIONS = ("console", "log_details_every_n_steps", "report")
 _OTHERS = (
-    *("alarms", "ema_decay", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", "no_t5xxl"),
+    *("alarms", "ema_decay", "fsdp_base", "lr_warmup_skip_zero", "max_skipped_fraction", "network_type", "no_t5xxl"),
     *BY_NUMBER,
 )
 MAULSTICK_ONLY = frozenset(

@@ -64,6 +64,7 @@ class LoopParts:
     after_update: Callable[[], dict[str, float]]
     stop_requested: Callable[[], str | None]
     average: WeightAverage | None = None
+    exchange_gradients: Callable[[], None] | None = None
     watchers: Sequence[Watcher] = ()
 
 
@@ -153,6 +154,8 @@ class TrainingLoop:
                 loss = self.micro_batch_loss(batch, latents, images, step=self.state.step, place=place)
                 parts.scaler.scale(loss).backward()
             total += loss.detach()
+        if parts.exchange_gradients is not None:
+            parts.exchange_gradients()
         return total
 
     def micro_batch_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
@@ -47,6 +48,7 @@ from maulstick.train.resume import (
 from maulstick.train.sample import SampleError, draw_samples
 from maulstick.train.saving import RunSaver, end_label
 from maulstick.train.schedule import learning_rate_factor, schedule_settings
+from maulstick.train.sharding import average_gradients, shard_frozen
 from maulstick.train.sources import Sources
 from maulstick.train.state_folder import read_state
 from maulstick.train.trainee import Trainee
@@ -88,6 +90,11 @@ class TrainingRun:
             raise OptionError(
                 f"accelerate is set up for {self.accelerator.distributed_type.value}; Maulstick trains on several "
                 "processes with plain DDP. Start it with torchrun, or with accelerate launch --multi_gpu."
+            )
+        if self.options.run.fsdp_base and self.accelerator.num_processes == 1:
+            raise OptionError(
+                "fsdp_base spreads the base over several processes, but there is one. Start several: torchrun "
+                "--standalone --nproc_per_node 2 -m maulstick train …"
             )
         writes = self.accelerator.is_main_process
         self.console = console or make_console(self.options.log.console if writes else "quiet")
@@ -205,7 +212,11 @@ class TrainingRun:
         trainee: nn.Module = Trainee(
             family, trains_text_encoders=text_trained, precision=options.run.mixed_precision
         ).to(self.accelerator.device)
-        if self.accelerator.num_processes > 1:
+        exchange: Callable[[], None] | None = None
+        if options.run.fsdp_base:
+            shard_frozen(family.denoiser, self.accelerator.device)
+            exchange = partial(average_gradients, [parameter for _, parameter in attached.named_parameters])
+        elif self.accelerator.num_processes > 1:
             trainee = self.accelerator.prepare_model(trainee)
         if not latents.needs_vae:
             family.release_encoders(vae=True, text_encoders=False)
@@ -236,6 +247,7 @@ class TrainingRun:
             latents=latents,
             text_states=text_states,
             conditioner=conditioner,
+            exchange_gradients=exchange,
             guard=guard,
             total_steps=prepared.plan.total_steps,
             console=self.console,

@@ -24,7 +24,7 @@ def build_watchers(parts: LoopParts) -> list[Watcher]:
         watchers.append(DetailWatcher(parts.options.log.log_details_every_n_steps))
     if parts.options.run.alarms:
         watchers.append(AlarmWatcher(parts.total_steps))
-    if parts.options.autopsy.autopsy:
+    if parts.options.autopsy.autopsy and not parts.options.run.fsdp_base:
         watchers.append(AutopsyWatcher(parts))
     if rescued:
         watchers.append(RescueWatcher(parts, budget.forget))
