@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 PROPERTY = "fault_row"
 HEAD = ("fault", "what must happen", "ended", "step", "skips", "back", "adapter", "ended", "step", "adapter")
-WIDTHS = (34, 46, 9, 4, 5, 4, 10, 9, 4, 10)
+WIDTHS = (34, 46, 10, 4, 5, 4, 10, 10, 4, 10)
 TITLE = "Faults planted in a run on the quickstart's model, and what came of them"
 LEGEND = textwrap.wrap(
     "Left: with guard and rescue; right: the same without (=: they have no part in it). ended: the exit code, or the "

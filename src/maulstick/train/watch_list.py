@@ -8,6 +8,7 @@ from maulstick.train.loop import LoopParts
 from maulstick.train.rescue import RescueWatcher
 from maulstick.train.skip_budget import SkipBudget
 from maulstick.train.watchers import Watcher
+from maulstick.train.worse_than_base import WorseThanBase
 
 
 def build_watchers(parts: LoopParts) -> list[Watcher]:
@@ -23,5 +24,6 @@ def build_watchers(parts: LoopParts) -> list[Watcher]:
     if parts.options.autopsy.autopsy:
         watchers.append(AutopsyWatcher(parts))
     if rescued:
+        watchers.append(WorseThanBase(parts))
         watchers.append(RescueWatcher(parts, budget.forget))
     return watchers
