@@ -177,8 +177,8 @@ def test_a_learning_rate_a_thousand_times_too_high(workshop: Workshop, add_row: 
 def test_fp16_overflows_from_the_first_step(workshop: Workshop, add_row: AddRow):
     given = ("--mixed_precision", "fp16", "--max_train_steps", "20")
     fault_free = workshop.fault_free(*given)
-    outcome = workshop.trained(*given, plant=loss_scale(2.0**22))
-    bare = workshop.trained(*BARE, *given, plant=loss_scale(2.0**22))
+    outcome = workshop.trained(*given, plant=loss_scale(2.0**25))
+    bare = workshop.trained(*BARE, *given, plant=loss_scale(2.0**25))
     add_row("fp16 overflow from the first step", "the loss scale falls until it fits", outcome, bare, fault_free)
     assert (outcome.ended, outcome.step, outcome.finite) == ("0", 20, True)
     assert outcome.rescues == 0
