@@ -100,7 +100,7 @@ def loss_without_adapter(loop: TrainingLoop, done: WindowDone) -> float:
     """Return the base model's mean loss over the window, on all processes, with the draws that the window had."""
     parts = loop.parts
     total = torch.zeros((), device=parts.accelerator.device)
-    with on_bare_networks(loop), torch.random.fork_rng(), _without_adapters(networks_of(loop)):
+    with on_bare_networks(loop), torch.random.fork_rng(devices=[]), _without_adapters(networks_of(loop)):
         for place, (batch, latents) in enumerate(done.window):
             noise = loop.noise_generator(done.step, place)
             total += loop.forward(batch, latents, noise).sum() / done.images
