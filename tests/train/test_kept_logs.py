@@ -55,7 +55,9 @@ def test_a_log_that_is_gone_is_said_and_a_new_one_begun(tmp_path):
     log_of(path, "b", 2).close()
     log_of(path, "A", 1, on_trouble=told.append, keep_bytes=40, keep_sha256="0" * 64).close()
     assert (runs_in(path), runs_in(tmp_path / "a.events.old-1.jsonl")) == ("A", "bb")
-    assert told == [f"{path} is not the log that the resumed run had written; a new one is begun"]
+    assert told == [f"{path} is not the log that the resumed run had written; it is set aside, and a new one begun"]
+    log_of(tmp_path / "new" / "a.events.jsonl", "A", 1, on_trouble=told.append, keep_bytes=40, keep_sha256="0" * 64)
+    assert len(told) == 1
 
 
 def test_a_state_without_checksums_takes_the_log_as_it_lies(tmp_path):

@@ -44,15 +44,17 @@ class EventLog:
     ) -> None:
         """``keep_bytes``: begin with so many bytes of the earlier log, those that a resumed run goes on from.
 
-        ``keep_sha256`` is their checksum: where no log begins with them, a new one is begun, and ``on_trouble`` told.
+        ``keep_sha256`` is their checksum: where no log begins with them, a new one is begun, and ``on_trouble`` told of
+        the one that lies there.
         """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        was_there = path.exists()
         kept = bring_back(path, lambda content: content[:keep_bytes], keep_sha256) if keep_bytes else None
         if kept is None:
             set_aside(path)
-        if kept is None and keep_bytes:
-            on_trouble(f"{path} is not the log that the resumed run had written; a new one is begun")
+        if kept is None and keep_bytes and was_there:
+            on_trouble(f"{path} is not the log that the resumed run had written; it is set aside, and a new one begun")
         self._hash = hashlib.sha256(kept or b"")
         self._on_trouble = on_trouble
         self._in_trouble = False
