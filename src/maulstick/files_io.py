@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Callable
@@ -62,6 +63,13 @@ def copy_aside(path: Path) -> Path:
     target = _free_old_name(path)
     shutil.copyfile(path, target)
     return target
+
+
+def set_aside_earlier(path: Path) -> list[Path]:
+    """Return the files that ``set_aside`` and ``copy_aside`` have made of ``path``, the latest first."""
+    pattern = re.compile(rf"{re.escape(path.stem)}\.old-(\d+){re.escape(path.suffix)}")
+    found = [(int(match[1]), each) for each in path.parent.iterdir() if (match := pattern.fullmatch(each.name))]
+    return [each for _, each in sorted(found, reverse=True)]
 
 
 def _free_old_name(path: Path) -> Path:

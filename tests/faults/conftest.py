@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from tests.faults.table import PROPERTY, AddRow, described
+from tests.faults.table import PROPERTY, AddRow, row
 from tests.faults.trials import Outcome, Workshop
 
 
@@ -19,13 +17,14 @@ def workshop(tmp_path_factory: pytest.TempPathFactory) -> Workshop:
 
 
 @pytest.fixture
-def add_row(record_property: Callable[[str, object], None]) -> AddRow:
+def add_row(request: pytest.FixtureRequest) -> AddRow:
     """Return a function that adds a row; ``bare`` is left out where guard and rescue have no part in the matter."""
+    place = request.session.items.index(request.node)
 
     def add(
         fault: str, must: str, outcome: Outcome, bare: Outcome | None = None, fault_free: Outcome | None = None
     ) -> None:
-        cells = (described(outcome, fault_free, counts=True), described(bare, fault_free, counts=False))
-        record_property(PROPERTY, (fault, must, *cells))
+        properties = request.node.user_properties
+        properties.append((PROPERTY, ((place, len(properties)), row(fault, must, outcome, bare, fault_free))))
 
     return add

@@ -2,7 +2,7 @@
 
 Every run has the fault-free run's seed and length, so that the two differ by the fault alone. What a fault costs is
 lost windows and a learning rate halved for a while, which weighs most at the beginning of a run: so a rollback has a
-longer run and comes late in it, and a burst of 40 has a run of 120 steps.
+longer run and comes late in it, and a burst of 40 is a quarter of its run.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from tests.faults.trials import BARE, STEPS, Outcome, Plant, Workshop, bad_windo
 pytestmark = pytest.mark.long
 AT = 8
 SPIKE_AT = 21
-MIDDLE, LONG = 64, 120
+MIDDLE, LONG = 64, 160
 LATER = 40
-BURST = range(20, 60)
+BURST = range(60, 100)
 MOST_LOSS = 1.05
 
 
@@ -156,15 +156,29 @@ def test_a_learning_rate_a_thousand_times_too_high(workshop: Workshop, add_row: 
     given = ("--learning_rate", "2.0")
     outcome = workshop.trained(*given)
     bare = workshop.trained(*BARE, *given)
-    add_row("learning rate x 1000", "ends with a finite file and a clear reason", outcome, bare, workshop.fault_free())
-    assert outcome.finite
+    add_row(
+        "learning rate x 1000",
+        "ends by itself: a file as good as none, the reason",
+        outcome,
+        bare,
+        workshop.fault_free(),
+    )
+    # Eight looks in a row from the eighth step on.
+    assert (outcome.ended, outcome.step, outcome.finite) == ("1", 15, True)
+    assert "with the adapter the model predicts worse than without it: in 8 steps in a row" in outcome.said
+    assert (
+        "The learning rate is most likely too high: try a tenth of it. The weights are those of step 0" in outcome.said
+    )
+    assert outcome.loss == pytest.approx(workshop.untrained, rel=1e-6)
+    assert (bare.ended, bare.finite) == ("0", True)
+    assert bare.loss > 2 * workshop.untrained
 
 
 def test_fp16_overflows_from_the_first_step(workshop: Workshop, add_row: AddRow):
     given = ("--mixed_precision", "fp16", "--max_train_steps", "20")
     fault_free = workshop.fault_free(*given)
-    outcome = workshop.trained(*given, plant=loss_scale(2.0**22))
-    bare = workshop.trained(*BARE, *given, plant=loss_scale(2.0**22))
+    outcome = workshop.trained(*given, plant=loss_scale(2.0**25))
+    bare = workshop.trained(*BARE, *given, plant=loss_scale(2.0**25))
     add_row("fp16 overflow from the first step", "the loss scale falls until it fits", outcome, bare, fault_free)
     assert (outcome.ended, outcome.step, outcome.finite) == ("0", 20, True)
     assert outcome.rescues == 0

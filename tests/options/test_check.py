@@ -148,7 +148,10 @@ def test_harmless_combinations_pass_without_a_word(load: Load, arguments: list[s
             "max_bucket_reso, bucket_no_upscale have no effect without enable_bucket.",
         ),
         (["--fsdp_base"], "autopsy has no effect with fsdp_base: one process alone cannot run a step again."),
-        (["--multires_noise_discount", "0.5"], "multires_noise_discount has no effect without multires_noise_iterations."),
+        (
+            ["--multires_noise_discount", "0.5"],
+            "multires_noise_discount has no effect without multires_noise_iterations.",
+        ),
         (["--huber_c", "0.5"], "huber_c has no effect without loss_type = huber or smooth_l1."),
         (["--prior_loss_weight", "0.5"], "prior_loss_weight has no effect without reg_data_dir."),
         (

@@ -149,15 +149,23 @@ def test_non_finite_state_is_a_reason_at_once():
 
 
 def test_the_learning_rate_is_cut_and_given_back_in_steps():
-    judge, _ = run([NAN] * 32 + [GOOD] * 199)
+    twice = [NAN] * 16 + [GOOD] + [NAN] * 16
+    judge, _ = run(twice + [GOOD] * 199)
     assert judge.lr_scale == 0.25
     # Single bad windows do not hold it up.
-    assert run([NAN] * 32 + [GOOD] * 199 + [NAN, GOOD])[0].lr_scale == 0.5
-    assert run([NAN] * 32 + [GOOD] * 399)[0].lr_scale == 0.5
-    assert run([NAN] * 32 + [GOOD] * 400)[0].lr_scale == 1.0
-    assert run([NAN] * 32 + [GOOD] * 2000)[0].lr_scale == 1.0
+    assert run(twice + [GOOD] * 199 + [NAN, GOOD])[0].lr_scale == 0.5
+    assert run(twice + [GOOD] * 399)[0].lr_scale == 0.5
+    assert run(twice + [GOOD] * 400)[0].lr_scale == 1.0
+    assert run(twice + [GOOD] * 2000)[0].lr_scale == 1.0
     never = RescueConfig(lr_restore_after=0, lr_factor=0.1)
-    assert run([NAN] * 32 + [GOOD] * 2000, never)[0].lr_scale == pytest.approx(0.01)
+    assert run(twice + [GOOD] * 2000, never)[0].lr_scale == pytest.approx(0.01)
+
+
+def test_a_burst_that_outlasts_a_rollback_cuts_the_learning_rate_once():
+    judge, found = run([GOOD] * 5 + [NAN] * 40)
+    assert [step for step, _ in found] == [21, 37]
+    assert judge.lr_scale == 0.5
+    assert run([GOOD] * 5 + [NAN] * 40 + [GOOD] * 200)[0].lr_scale == 1.0
 
 
 def test_snapshots_are_due_on_good_windows_only():

@@ -206,7 +206,7 @@ class RunOptions:
     initial_epoch: int | None = None
     """Count from this epoch (1 is the first), as if those before had been trained."""
     initial_step: int | None = None
-    """Count from this step, as if those before had been trained."""
+    """Count from this step, as if those before had been trained; also from a state that resume names."""
     skip_until_initial_step: bool = False
     """Let the order of the images go on at initial_step too, instead of beginning an epoch."""
     max_train_steps: int = 1600
@@ -343,7 +343,7 @@ class SampleOptions:
     sample_every_n_epochs: int | None = None
     """Draw the sample prompts every so many epochs."""
     sample_at_first: bool = False
-    """Draw the sample prompts before the first step too."""
+    """Draw the sample prompts before the first step too, unless the run goes on from a state."""
     sample_sampler: Literal["ddim", "pndm", "lms", "euler", "euler_a", "dpmsolver", "dpmsolver++"] = "euler"
     """Sampler for the sample images."""
 

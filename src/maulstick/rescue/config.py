@@ -21,7 +21,8 @@ class RescueConfig:
             weights have just been put back, so they are not the cause; a guard that learns a new level needs this time.
         every: windows between two snapshots.
         keep: snapshots in the ring; the best state is kept besides them.
-        lr_factor: the learning rate is multiplied by it at every rollback.
+        lr_factor: the learning rate is multiplied by it at every rollback, but not at one that no good window came
+            before since the last.
         lr_restore_after: good windows after which one such cut is taken back; 0 never does.
         limit: rollbacks in a run; when one more is needed, the run is given up.
         watch_loss: also roll back when the loss has left its range for good, as ``LossRange`` defines it.

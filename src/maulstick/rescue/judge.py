@@ -105,9 +105,11 @@ class RescueJudge:
 
     def note_rescue(self, cause: Cause, windows_lost: int) -> None:
         """The run was rolled back."""
+        if not self.rescued or self.good_since_rescue:
+            # Where nothing was trained since the last time, the learning rate had no part in this one.
+            self.cuts += 1
         self.rescues[cause.value] += 1
         self.windows_lost += windows_lost
-        self.cuts += 1
         self.bad_in_a_row = 0
         self.all_finite = True
         self.since_snapshot = 0

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from maulstick.autopsy.examination import healthy_loss
 from maulstick.data.batches import BatchItem, MicroBatch
 from maulstick.files_io import atomic_write, set_aside
 from maulstick.train.objective import loss_weights, make_noisy
-from maulstick.train.watchers import WindowDone, networks_of
+from maulstick.train.watchers import WindowDone, networks_of, on_bare_networks
 
 if TYPE_CHECKING:
     from maulstick.train.loop import LoopParts, TrainingLoop, Window
@@ -112,7 +111,7 @@ def examine_window(
     Where all are healthy, the last one's report is returned. No process waits for another. ``try_step``: let the
     optimizer make a step on trial too.
     """
-    with _on_bare_networks(loop):
+    with on_bare_networks(loop):
         report = Report(None, math.nan)
         for place, (batch, latents) in enumerate(window):
             report = _examine_micro_batch(
@@ -174,7 +173,7 @@ def _sample(item: BatchItem, place: int, timestep: float, *, alone: bool) -> Sam
 
 
 def _healthy_at_scale_one(loop: TrainingLoop, done: WindowDone) -> bool:
-    with _on_bare_networks(loop), torch.random.fork_rng():
+    with on_bare_networks(loop), torch.random.fork_rng():
         return all(
             healthy_loss(
                 lambda place=place, batch=batch, latents=latents: loop.micro_batch_loss(  # type: ignore[misc]
@@ -184,17 +183,6 @@ def _healthy_at_scale_one(loop: TrainingLoop, done: WindowDone) -> bool:
             )
             for place, (batch, latents) in enumerate(done.window)
         )
-
-
-@contextmanager
-def _on_bare_networks(loop: TrainingLoop) -> Iterator[None]:
-    """Run without the wrapper that exchanges gradients: a process must not wait for others here."""
-    wrapped = loop.parts.trainee
-    loop.parts.trainee = loop.parts.accelerator.unwrap_model(wrapped)
-    try:
-        yield
-    finally:
-        loop.parts.trainee = wrapped
 
 
 # ---------------------------------------------------------------------------------------- what the report is made from

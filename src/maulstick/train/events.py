@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -9,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from maulstick.files_io import atomic_write, copy_aside, set_aside
+from maulstick.files_io import set_aside
+from maulstick.train.kept_logs import bring_back
 
 
 def json_value(value: Any) -> Any:
@@ -33,18 +35,27 @@ class EventLog:
     """
 
     def __init__(
-        self, path: Path, on_trouble: Callable[[str], None] = lambda text: None, *, keep_bytes: int = 0
+        self,
+        path: Path,
+        on_trouble: Callable[[str], None] = lambda text: None,
+        *,
+        keep_bytes: int = 0,
+        keep_sha256: str | None = None,
     ) -> None:
-        """``keep_bytes``: begin with so many bytes of the earlier log, those that a resumed run goes on from."""
+        """``keep_bytes``: begin with so many bytes of the earlier log, those that a resumed run goes on from.
+
+        ``keep_sha256`` is their checksum: where no log begins with them, a new one is begun, and ``on_trouble`` told of
+        the one that lies there.
+        """
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if keep_bytes and path.exists():
-            # Copied and replaced, not renamed: a run killed in between would leave no log to go on with.
-            content = path.read_bytes()
-            self.earlier = copy_aside(path) if len(content) > keep_bytes else None
-            atomic_write(path, content[:keep_bytes])
-        else:
-            self.earlier = set_aside(path)
+        was_there = path.exists()
+        kept = bring_back(path, lambda content: content[:keep_bytes], keep_sha256) if keep_bytes else None
+        if kept is None:
+            set_aside(path)
+        if kept is None and keep_bytes and was_there:
+            on_trouble(f"{path} is not the log that the resumed run had written; it is set aside, and a new one begun")
+        self._hash = hashlib.sha256(kept or b"")
         self._on_trouble = on_trouble
         self._in_trouble = False
         self._held: list[str] = []
@@ -72,12 +83,17 @@ class EventLog:
                 self._in_trouble = True
                 self._on_trouble(f"{self.path} cannot be written ({error.strerror or error}); lines are kept for later")
             return
+        self._hash.update(data)
         self._held.clear()
         self._in_trouble = False
 
     def size(self) -> int:
         """Return the length of the file in bytes, as far as it is written."""
         return 0 if self._file is None else int(self._file.tell())
+
+    def sha256(self) -> str:
+        """Return the checksum of the file, as far as it is written."""
+        return self._hash.hexdigest()
 
     def close(self) -> None:
         """Write what is held, if that is possible now, and close the file."""
@@ -97,6 +113,10 @@ class NoLog:
     def size(self) -> int:
         """Return 0."""
         return 0
+
+    def sha256(self) -> str:
+        """Return the checksum of an empty file."""
+        return hashlib.sha256().hexdigest()
 
     def close(self) -> None:
         """Close nothing."""

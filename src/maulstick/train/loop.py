@@ -86,7 +86,8 @@ class TrainingLoop:
     """Trains until the planned number of steps is reached or a stop is requested.
 
     A step is one update window: ``gradient_accumulation_steps`` micro-batches (fewer at the tail of an epoch), one
-    verdict of the guard, and one optimizer step or none. Skipped windows count as steps.
+    verdict of the guard, and one optimizer step or none. Skipped windows count as steps. ``goes_on``: it had begun in
+    another process, and everything that comes before the first step was done there.
     """
 
     def __init__(self, parts: LoopParts) -> None:
@@ -96,6 +97,7 @@ class TrainingLoop:
         self.left_out: frozenset[str] = frozenset()
         self.measured = blocks_as_groups(parts.family, parts.named_parameters)
         self._draws: list[tuple[Tensor, Tensor]] = []
+        self.goes_on = False
         self.base_rates = [group["lr"] for group in parts.optimizer.param_groups]
 
     def run(self) -> LoopState:
@@ -105,7 +107,7 @@ class TrainingLoop:
         for watcher in parts.watchers:
             if isinstance(watcher, SeesBothEnds):
                 watcher.before_training(self)
-        if parts.options.sample.sample_at_first and state.step == 0:
+        if parts.options.sample.sample_at_first and not self.goes_on:
             self._sample("first")
         while state.step < parts.total_steps and state.stopped_by is None:
             for window, images in self.windows(state.epoch, state.step_in_epoch):

@@ -17,12 +17,20 @@ from maulstick.adapters.metadata import BaseModelFacts, DatasetFacts, LoraRunFac
 from maulstick.data.summary import bucket_info, dataset_dirs, datasets_metadata, tag_frequency
 from maulstick.families.base import Family
 from maulstick.files_io import set_aside
-from maulstick.options.schema import TrainOptions
+from maulstick.options.schema import RunOptions, TrainOptions
 from maulstick.options.text_rates import text_encoder_rates
 from maulstick.train.plan import Plan
 from maulstick.train.precision import DTYPES
 from maulstick.train.prepare import Prepared
 from maulstick.train.trains import Attached, Trains
+
+
+def lora_path(run: RunOptions, label: str | None, folder: Path | None = None) -> Path:
+    """Return the path of the final file (no label) or of an intermediate one, in ``folder`` or output_dir."""
+    folder = folder or run.output_dir
+    if folder is None:
+        raise ValueError("output_dir is checked when options are read")
+    return folder / f"{run.output_name}{f'-{label}' if label else ''}.safetensors"
 
 
 @dataclass
@@ -47,10 +55,7 @@ class AdapterOutput:
 
     def path(self, label: str | None) -> Path:
         """Return the path of the final file (no label) or of an intermediate one, in ``folder`` or output_dir."""
-        run, folder = self.options.run, self.folder or self.options.run.output_dir
-        if folder is None:
-            raise ValueError("output_dir is checked when options are read")
-        return folder / f"{run.output_name}{f'-{label}' if label else ''}.safetensors"
+        return lora_path(self.options.run, label, self.folder)
 
     def save(self, label: str | None, *, step: int, epoch: int, dtype: torch.dtype | None = None) -> Path:
         """Write the file, in ``save_precision`` or ``dtype``.

@@ -7,14 +7,16 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from maulstick.adapters.files import file_hash
 from maulstick.errors import OptionError
-from maulstick.files_io import copy_aside, set_aside
+from maulstick.files_io import set_aside
 from maulstick.guard import GradientGuard
 from maulstick.guard.log import GradientLog, gradient_log_path
 from maulstick.guard.verdict import Verdict
 from maulstick.options.schema import TrainOptions, flat_values
 from maulstick.train.console import RunConsole
 from maulstick.train.events import EventLog, NoLog
+from maulstick.train.kept_logs import bring_back
 from maulstick.train.trackers import check_trackers, open_trackers
 
 if TYPE_CHECKING:
@@ -60,7 +62,7 @@ class RunRecords:
                 f"output_dir: {self.output_dir} cannot be written ({error.strerror or error}). Name a folder that can."
             ) from error
 
-    def open(self, guard: GradientGuard, kept: Mapping[str, int] | None = None) -> None:
+    def open(self, guard: GradientGuard, kept: Mapping[str, Any] | None = None) -> None:
         """Begin the files; those of an earlier run of the same name are set aside.
 
         A resumed run gives what ``state()`` returned: its files begin with what was written up to there.
@@ -70,19 +72,32 @@ class RunRecords:
         kept = kept or {}
         name = self.options.run.output_name
         path = self.output_dir / f"{name}.events.jsonl"
-        self.events = EventLog(path, self.console.say, keep_bytes=kept.get("events_bytes", 0))
+        self.events = EventLog(
+            path,
+            self.console.say,
+            keep_bytes=kept.get("events_bytes", 0),
+            keep_sha256=kept.get("events_sha256"),
+        )
         if guard.config.log:
             path = gradient_log_path(self.output_dir, name)
-            rows = kept.get("gradient_rows")
-            if rows is not None and path.exists():
-                copy_aside(path)
-            else:
-                set_aside(path)
+            rows = self._kept_gradient_rows(path, kept)
             scale = self.options.run.mixed_precision == "fp16"
             self.gradient_log = GradientLog(path, scale=scale, cosine=guard.config.cosine != "off", keep_rows=rows)
         run_name = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(self.started_at))}"
         config = {key: str(value) for key, value in flat_values(self.options).items()}
         self.trackers = open_trackers(self.options.log, output_dir=self.output_dir, run_name=run_name, config=config)
+
+    def _kept_gradient_rows(self, path: Path, kept: Mapping[str, Any]) -> int | None:
+        """Let the gradient log hold the rows that a resumed run goes on from; return how many, None for a new log."""
+        rows: int | None = kept.get("gradient_rows")
+        if rows is None:
+            set_aside(path)
+            return None
+
+        def with_header(content: bytes) -> bytes:
+            return b"".join(content.splitlines(keepends=True)[: rows + 1])
+
+        return None if bring_back(path, with_header, kept.get("gradient_sha256")) is None else rows
 
     def step(self, values: Mapping[str, float], *, step: int, epoch: int, seconds: float) -> None:
         """Record one step's values in the event log and the trackers."""
@@ -99,12 +114,13 @@ class RunRecords:
         except OSError as error:
             self._tell_of_gradient_log(error)
 
-    def state(self) -> dict[str, int]:
-        """Return how far the files are written, for a run that goes on from here."""
-        state = {"events_bytes": self.events.size()}
+    def state(self) -> dict[str, Any]:
+        """Return how far the files are written, with their checksums, for a run that goes on from here."""
+        state: dict[str, Any] = {"events_bytes": self.events.size(), "events_sha256": self.events.sha256()}
         if self.gradient_log is not None:
             try:
                 state["gradient_rows"] = self.gradient_log.state_dict()["rows"]
+                state["gradient_sha256"] = file_hash(self.gradient_log.path)
             except OSError as error:
                 self._tell_of_gradient_log(error)
         return state

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from maulstick.data.batches import MicroBatch
+from maulstick.errors import ModelError
 from maulstick.guard import GradientGuard
 from maulstick.options.schema import RescueOptions
-from maulstick.rescue import Decision, Quarantine, RescueConfig, Rescuer
+from maulstick.rescue import Decision, Quarantine, RescueConfig, RescueError, Rescuer
 from maulstick.train.watchers import WindowDone
 
 if TYPE_CHECKING:
@@ -66,8 +67,14 @@ class RescueWatcher:
         self._recent: deque[tuple[int, list[str]]] = deque()
 
     def before_training(self, loop: TrainingLoop) -> None:
-        """Keep the state at the start, or go on with what a resumed run has."""
-        self.rescuer.begin(loop.state.step)
+        """Keep the state at the start, or go on with what a resumed run has.
+
+        Raises ModelError where it is not finite.
+        """
+        try:
+            self.rescuer.begin(loop.state.step)
+        except RescueError as error:
+            raise ModelError(f"{error} Look at network_weights, or at the state that resume names.") from error
         self._tell(loop)
 
     def after_window(self, loop: TrainingLoop, done: WindowDone) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,11 @@ from accelerate.utils import gather_object
 
 from maulstick import __version__
 from maulstick.errors import ModelError, OptionError
+from maulstick.families.base import VAE
 from maulstick.guard.errors import GuardError
 from maulstick.options.schema import RunOptions
 from maulstick.train.loop import LoopState, TrainingLoop
+from maulstick.train.output import lora_path
 from maulstick.train.prepare import Prepared
 from maulstick.train.same_run import (
     changed_options,
@@ -30,11 +32,19 @@ from maulstick.train.same_run import (
     fingerprint,
     option_values,
     refuse_other_dataset,
+    refuse_other_encoders,
     refuse_other_parameters,
 )
 from maulstick.train.state_folder import FoundState, find_latest, read_facts
+from maulstick.train.watchers import Watcher
 
 AUTO = "auto"
+FACTS_VERSION = 2
+"""2: with the text encoders and the VAE. A state without a version is of version 1."""
+LENGTH = ("max_train_steps", "max_train_epochs")
+"""Options that say how long a run is."""
+CLOCKS_DIFFER = 2.0
+"""Seconds that the time of a file may be behind the clock, by rounding."""
 
 
 @dataclass(frozen=True)
@@ -80,14 +90,20 @@ def run_facts(prepared: Prepared, world: int) -> dict[str, Any]:
 
     To be taken before any image is left out for its latents: a resumed run reads, and leaves out, the same.
     """
+    family = prepared.family
+    with family.encoders_borrowed():
+        encoders = {name: fingerprint(encoder) for name, encoder in family.text_encoders.items()}
+    encoders[VAE] = family.latent_identity
     return {
         "maulstick": __version__,
         "torch": torch.__version__,
         "output_name": prepared.options.run.output_name,
         "seed": prepared.seed,
         "processes": world,
-        "family": prepared.family.base_model_version,
-        "model": fingerprint(prepared.family.denoiser),
+        "facts_version": FACTS_VERSION,
+        "family": family.base_model_version,
+        "model": fingerprint(family.denoiser),
+        "encoders": encoders,
         "dataset": dataset_facts(prepared.index),
         "trained_from": prepared.trains.identity,
         "options": option_values(prepared.options),
@@ -112,6 +128,7 @@ def check_same_run(facts: Mapping[str, Any], now: Mapping[str, Any], prepared: P
             f"resume: the state was saved by {facts['processes']} processes, this run has {now['processes']}. Each of "
             "them trains its share of the images, so the run could not go on as it was; start as many."
         )
+    notes += refuse_other_encoders(facts.get("encoders"), now["encoders"])
     refuse_other_dataset(facts["dataset"], prepared.index)
     if facts.get("trained_from", "") != now["trained_from"]:
         raise OptionError(
@@ -123,6 +140,63 @@ def check_same_run(facts: Mapping[str, Any], now: Mapping[str, Any], prepared: P
             f"resume: torch was {facts['torch']} and is {now['torch']}; results can differ in their last digits"
         )
     return notes
+
+
+# ---------------------------------------------------------------------------------------- what there is to do
+
+
+def finished_file(start: Start, prepared: Prepared) -> Path | None:
+    """Return the LoRA file of a run that had finished when its state was saved; None where there is something to do.
+
+    A run that was killed between the last state and the file has its file still to write.
+
+    Raises:
+        OptionError: the run would end before the state's step.
+    """
+    run = prepared.options.run
+    if start.found is None or run.output_dir is None or sets_counters(start, run):
+        return None
+    step, total = int(start.facts["step"]), planned_steps(start.facts, prepared)
+    if step > total:
+        raise OptionError(
+            f"resume: {start.found.folder} is the state after {step} steps, but training ends after {total} now "
+            f"({' or '.join(LENGTH)}). Set a number above {step}, or resume from an earlier state."
+        )
+    file = lora_path(run, None)
+    try:
+        is_later = file.stat().st_mtime + CLOCKS_DIFFER >= float(start.facts["saved_at"])
+    except FileNotFoundError:
+        return None
+    return file if step == total and is_later else None
+
+
+def finished_text(start: Start, file: Path) -> str:
+    """Return what the user is told about a run that has nothing left to do."""
+    return (
+        f"finished already: all {start.facts['step']} steps were done, and {file} was saved. Nothing is written. To "
+        "train longer, raise max_train_steps or max_train_epochs; to begin anew, leave resume out or give another "
+        "output_name."
+    )
+
+
+def planned_steps(facts: Mapping[str, Any], prepared: Prepared) -> int:
+    """Return the length of a resumed run: as planned when the state was saved, unless it was changed.
+
+    ``prepared`` may count images that are left out when their latents are made.
+    """
+    now = option_values(prepared.options)
+    changed = any(facts["options"].get(name) != now[name] for name in LENGTH)
+    return prepared.plan.total_steps if changed else int(facts.get("total_steps", prepared.plan.total_steps))
+
+
+def sets_counters(start: Start, run: RunOptions) -> bool:
+    """Whether ``initial_step`` or ``initial_epoch`` gives a state, named by its folder, another place in training.
+
+    Then the state gives what trains, the optimizer, the loss scale and the guard, to a run that counts for itself: it
+    has records of its own, and its rescue and alarms know nothing of earlier steps.
+    """
+    given = run.initial_step is not None or run.initial_epoch is not None
+    return start.found is not None and given and run.resume != AUTO
 
 
 # ---------------------------------------------------------------------------------------- state
@@ -142,10 +216,11 @@ def capture(loop: TrainingLoop) -> dict[str, Any]:
     }
 
 
-def restore(loop: TrainingLoop, state: Mapping[str, Any]) -> None:
-    """Put a captured state into a loop that was just built.
+def restore(loop: TrainingLoop, state: Mapping[str, Any], *, counts_anew: bool = False) -> list[str]:
+    """Put a captured state into a loop that was just built; return lines for the user.
 
-    Learning rates stay those of the options: the loop sets them from them in every step.
+    Learning rates stay those of the options: the loop sets them from them in every step. With ``counts_anew``
+    (``sets_counters``) the watchers stay as they are.
 
     Raises:
         OptionError: the state does not fit what is trained now.
@@ -170,17 +245,37 @@ def restore(loop: TrainingLoop, state: Mapping[str, Any]) -> None:
         _restore_optimizer(parts.optimizer, state["optimizer"])
     except (ValueError, KeyError) as error:
         raise OptionError(f"resume: the optimizer's state does not fit ({error}).") from error
-    if parts.scaler.is_enabled():
+    notes = []
+    if parts.scaler.is_enabled() and state["scaler"]:
         parts.scaler.load_state_dict(state["scaler"])
+    elif parts.scaler.is_enabled():
+        # Saved where the device had no use for one.
+        scale = parts.scaler.get_scale()
+        notes.append(f"resume: the state has no loss scale; it begins at {scale:g}, as in a new run")
     try:
         parts.guard.load_state_dict(state["guard"])
     except GuardError as error:
         raise OptionError(f"resume: {error}") from error
-    for watcher in parts.watchers:
-        if watcher.name in state["watchers"]:
-            watcher.load_state_dict(state["watchers"][watcher.name])
+    if not counts_anew:
+        _restore_watchers(parts.watchers, state["watchers"])
     restore_counters(loop.state, state["counters"])
+    loop.goes_on = not counts_anew
+    if loop.goes_on and parts.options.sample.sample_at_first:
+        notes.append("sample_at_first: those pictures belong to the beginning of the run, and none are drawn now")
     _restore_random_state(state["random"][parts.accelerator.process_index])
+    return notes
+
+
+def _restore_watchers(watchers: Sequence[Watcher], saved: Mapping[str, Any]) -> None:
+    for watcher in watchers:
+        if watcher.name not in saved:
+            continue
+        try:
+            watcher.load_state_dict(saved[watcher.name])
+        except (ValueError, KeyError, TypeError) as error:
+            # Among them RescueError, which is no error of ours.
+            reason = f"there is no {error}" if isinstance(error, KeyError) else error
+            raise ModelError(f"resume: the state of {watcher.name} cannot be used here: {reason}") from error
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
@@ -236,7 +331,8 @@ def begin_at(loop: TrainingLoop, run: RunOptions, *, resumed: bool = False) -> s
     """Set the counters to ``initial_step`` or ``initial_epoch``; return a line for the user, None without them.
 
     Where ``resume = auto`` has found a state (``resumed``), its counters stay: the same command, given again after a
-    crash, would otherwise begin at that step every time. With a folder named, they are set as in sd-scripts.
+    crash, would otherwise begin at that step every time. With a folder named, they are set as in sd-scripts
+    (``sets_counters``).
 
     With ``skip_until_initial_step`` the data goes on there as well, as if the steps before had been made; without it
     the data begins with the first image of an epoch, as in sd-scripts. The learning rate follows the counter.

@@ -42,8 +42,11 @@ from maulstick.train.resume import (
     begin_at,
     check_same_run,
     find_start,
+    finished_file,
+    finished_text,
     restore,
     run_facts,
+    sets_counters,
 )
 from maulstick.train.sample import SampleError, draw_samples
 from maulstick.train.saving import RunSaver, end_label
@@ -104,6 +107,7 @@ class TrainingRun:
         self._conditioner: Conditioner | None = None
         self.loop: TrainingLoop | None = None
         self.saver: RunSaver | None = None
+        self.finished: RunResult | None = None
         self._prompts: list[Prompt] = []
 
     # --- making ready ------------------------------------------------------------------------------------------------
@@ -138,9 +142,14 @@ class TrainingRun:
         uses_states = bool(run.resume or run.save_state or run.save_state_on_train_end)
         facts = run_facts(prepared, self.accelerator.num_processes) if uses_states else {}
         changes = check_same_run(start.facts, facts, prepared) if start.found is not None else []
+        self.prepared = prepared
+        if file := broadcast_object_list([finished_file(start, prepared)])[0]:
+            self.finished = RunResult(file, LoopState(step=start.facts["step"]), "")
+            self.console.say(finished_text(start, file))
+            return prepared
         # Only now is it sure that there will be a run: a misspelt option must not move an earlier log aside.
         guard = GradientGuard(guard_config(self.options)[0])
-        self.records.open(guard, start.facts.get("records"))
+        self.records.open(guard, None if sets_counters(start, run) else start.facts.get("records"))
         self._announce(prepared, [*start.notes, *changes])
         latents = self._sources.latents(prepared)
         if prepared.index is not latents.index:
@@ -149,19 +158,21 @@ class TrainingRun:
         self.loop = self.build_loop(prepared, latents, guard)
         self._saver().facts = facts
         self._go_on_from(start, self.loop)
-        self.prepared = prepared
         return prepared
 
     def _go_on_from(self, start: Start, loop: TrainingLoop) -> None:
+        run, notes = self.options.run, []
         if start.found is not None:
-            restore(loop, read_state(start.found))
-            self._saver().go_on_from(start.facts)
-            self.console.say(
-                f"resume     {start.found.folder}: {loop.state.step} of {loop.parts.total_steps} steps done"
-            )
+            anew = sets_counters(start, run)
+            notes = restore(loop, read_state(start.found), counts_anew=anew)
+            if not anew:
+                self._saver().go_on_from(start.facts)
+            done = f"{loop.state.step} of {loop.parts.total_steps} steps done"
+            self.console.say(f"resume     {start.found.folder}: {done}")
             self.records.events.write("resume", folder=start.found.folder, step=loop.state.step)
-        if note := begin_at(loop, self.options.run, resumed=start.found is not None):
-            self.console.say(f"note       {note}")
+        for note in [*notes, begin_at(loop, run, resumed=start.found is not None)]:
+            if note:
+                self.console.say(f"note       {note}")
 
     def _announce(self, prepared: Prepared, notes: Sequence[str]) -> None:
         for line in [*plan_lines(prepared.plan), *(f"note       {note}" for note in notes)]:
@@ -275,9 +286,9 @@ class TrainingRun:
         """Train to the end, to a stop request or to an error; the adapter trained so far is saved in every case."""
         if self.loop is None:
             self.prepare()
-        loop = self.loop
-        if loop is None:
-            raise RuntimeError("prepare() builds the loop")
+        if self.finished is not None:
+            return self.finished
+        loop = self._loop()
         with StopSignals() as signals:
             loop.parts.stop_requested = signals.requested
             self.console.begin("training", loop.parts.total_steps)
@@ -314,6 +325,7 @@ class TrainingRun:
         label = f"interrupted-step{state.step:08d}"
         path = None
         try:
+            self._loop().train_mode()
             self._loop().before_last_save()
             self._loop().read_mode()
             path = self._saver().save_somehow(label, state)

@@ -145,6 +145,25 @@ def refuse_other_dataset(saved: Sequence[Sequence[str]], index: DatasetIndex) ->
     )
 
 
+def refuse_other_encoders(saved: Mapping[str, str] | None, now: Mapping[str, str]) -> list[str]:
+    """Raise OptionError unless text encoders and VAE are those of the state.
+
+    Returns a line for the user where the state is of an early version, which said nothing about them.
+    """
+    if saved is None:
+        return [
+            "resume: the state is of an earlier version of Maulstick, which kept nothing about the text encoders and "
+            "the VAE; whether they are the same cannot be checked"
+        ]
+    others = [name.replace("_", " ") for name in sorted(saved.keys() | now.keys()) if saved.get(name) != now.get(name)]
+    if others:
+        raise OptionError(
+            f"resume: the state belongs to a base model with the same UNet but another {' and another '.join(others)}. "
+            "Name the model (and vae) that it was trained with, or begin a new run with network_weights."
+        )
+    return []
+
+
 def refuse_other_parameters(saved: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]) -> None:
     """Raise OptionError, with the difference, unless the trained tensors are those of the state."""
     if {name: list(shape) for name, shape in saved.items()} == {name: list(shape) for name, shape in now.items()}:

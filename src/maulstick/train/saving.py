@@ -111,7 +111,7 @@ class RunSaver:
             self._write_state(end_label(state), state)
 
     def _write_state(self, label: str | None, state: LoopState) -> bool:
-        """Write a state folder; return whether it is there. A disk that refuses is reported, and the run goes on."""
+        """Write a state folder; return whether it is there. What hinders it is reported, and the run goes on."""
         if self.loop is None:
             raise RuntimeError("the run sets the loop")
         captured = capture(self.loop)
@@ -126,13 +126,14 @@ class RunSaver:
             **self.facts,
             "step": state.step,
             "epoch": state.epoch,
+            "total_steps": self.loop.parts.total_steps,
             "saved_at": time.time(),
             "records": self.records.state(),
             "saved": {"files": _as_json(self.files), "states": _as_json(self.states)},
         }
         try:
             earlier = write_state(folder, captured, facts)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             self.console.say(f"step {state.step}: the state could not be saved ({error}); training goes on")
             self.records.events.write("save_state_failed", step=state.step, error=str(error))
             return False

@@ -38,7 +38,8 @@ class FoundState(NamedTuple):
 def write_state(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]) -> Path | None:
     """Write a state folder in one step; return where an earlier one of that name was set aside.
 
-    Raises OSError when the disk refuses; nothing is left of the new folder then, and the earlier one is as it was.
+    Raises OSError when the disk refuses, RuntimeError where torch cannot write the state for another reason; nothing
+    is left of the new folder then, and the earlier one is as it was.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}{TEMPORARY_MARK}", dir=folder.parent))
@@ -47,8 +48,8 @@ def write_state(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]
             try:
                 torch.save(dict(state), file)
             except RuntimeError as error:
-                # torch's writer reports a full disk as an error of its own.
-                raise OSError(28, f"No space left on device ({str(error).splitlines()[0]})") from error
+                # torch's writer hides what the disk said behind an error of its own.
+                raise _disk_error_behind(error) or error from None
             _to_disk(file)
         written = temporary / STATE_FILE
         all_facts = {**facts, "format": FORMAT, "bytes": written.stat().st_size, "sha256": file_hash(written)}
@@ -61,6 +62,14 @@ def write_state(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    return earlier
+
+
+def _disk_error_behind(error: BaseException) -> OSError | None:
+    """Return the disk's own error that ``error`` was raised in the course of, None where there is none."""
+    earlier: BaseException | None = error
+    while earlier is not None and not isinstance(earlier, OSError):
+        earlier = earlier.__cause__ or earlier.__context__
     return earlier
 
 

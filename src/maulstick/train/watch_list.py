@@ -9,6 +9,7 @@ from maulstick.train.loop import LoopParts
 from maulstick.train.rescue import RescueWatcher
 from maulstick.train.skip_budget import SkipBudget
 from maulstick.train.watchers import Watcher
+from maulstick.train.worse_than_base import WorseThanBase, can_be_left_out
 
 
 def build_watchers(parts: LoopParts) -> list[Watcher]:
@@ -27,5 +28,7 @@ def build_watchers(parts: LoopParts) -> list[Watcher]:
     if parts.options.autopsy.autopsy and not parts.options.run.fsdp_base:
         watchers.append(AutopsyWatcher(parts))
     if rescued:
+        if can_be_left_out(parts.trainee):
+            watchers.append(WorseThanBase(parts))
         watchers.append(RescueWatcher(parts, budget.forget))
     return watchers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -70,3 +71,14 @@ def networks_of(loop: TrainingLoop) -> dict[str, nn.Module]:
     trainee: Any = loop.parts.accelerator.unwrap_model(loop.parts.trainee)
     denoiser = loop.parts.family.denoiser_naming.component
     return {denoiser if name == "denoiser" else name: network for name, network in trainee.networks.items()}
+
+
+@contextmanager
+def on_bare_networks(loop: TrainingLoop) -> Iterator[None]:
+    """Run without the wrapper that exchanges gradients: a process must not wait for others here."""
+    wrapped = loop.parts.trainee
+    loop.parts.trainee = loop.parts.accelerator.unwrap_model(wrapped)
+    try:
+        yield
+    finally:
+        loop.parts.trainee = wrapped
