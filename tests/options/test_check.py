@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from maulstick.errors import OptionError
-from maulstick.options.check import RANGES, check_train_options
+from maulstick.options.check import check_train_options
 from maulstick.options.load import LoadedOptions, load_train_options
+from maulstick.options.ranges import RANGES
 from maulstick.options.schema import DatasetOptions, ModelOptions, RunOptions, TrainOptions
 
 Load = Callable[..., LoadedOptions]

@@ -11,9 +11,10 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 
 from maulstick.errors import OptionError
-from maulstick.options.check import DEFAULTS, RANGES
+from maulstick.options.check import DEFAULTS
 from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.load import LoadedOptions, load_train_options
+from maulstick.options.ranges import RANGES
 from maulstick.options.schema import flat_values
 from maulstick.options.sd_scripts import unknown_option_error
 from maulstick.options.values import option_types

@@ -11,7 +11,7 @@ import torch
 from maulstick.adapters.files import read_lora_file
 from maulstick.train import worse_than_base
 from maulstick.train.events import read_events
-from maulstick.train.loop import LoopState
+from maulstick.train.loop_parts import LoopState
 from maulstick.train.worse_than_base import WorseThanBase, loss_without_adapter
 
 SMALL = ("--network_train_unet_only", "--network_dim", "2", "--block_lr", "mid=1", "other=0", "--no-autopsy")

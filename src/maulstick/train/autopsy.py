@@ -21,7 +21,8 @@ from maulstick.train.objective import loss_weights, make_noisy
 from maulstick.train.watchers import WindowDone, networks_of, on_bare_networks
 
 if TYPE_CHECKING:
-    from maulstick.train.loop import LoopParts, TrainingLoop, Window
+    from maulstick.train.loop import TrainingLoop
+    from maulstick.train.loop_parts import LoopParts, Window
 
 """Puts the state from before the window back for the length of a ``with`` block."""
 

@@ -4,82 +4,23 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from maulstick.data.batches import BatchSchedule, MicroBatch
-from maulstick.data.cache import TextStateCache
-from maulstick.data.latents import LatentSource
-from maulstick.families.base import Family
-from maulstick.guard import GradientGuard, StepOutcome, guarded_step
-from maulstick.options.schema import TrainOptions
-from maulstick.train.average import WeightAverage
-from maulstick.train.conditioner import Conditioner
-from maulstick.train.console import RunConsole, StepLine
+from maulstick.data.batches import MicroBatch
+from maulstick.guard import StepOutcome, guarded_step
+from maulstick.train.console import StepLine
 from maulstick.train.details import blocks_as_groups
+from maulstick.train.loop_parts import LoopParts, LoopState, Window
 from maulstick.train.objective import NoisyBatch, image_losses, make_noisy
-from maulstick.train.records import RunRecords
 from maulstick.train.rescue import images_in, with_stand_ins
-from maulstick.train.schedule import Factor
 from maulstick.train.seeds import derive_seed
-from maulstick.train.watchers import SeesBothEnds, Watcher, WindowDone
-
-Window = Sequence[tuple[MicroBatch, Tensor]]
-"""The micro-batches of one update, each with its latents."""
-
-
-@dataclass
-class LoopParts:
-    """Everything the loop works with; made by ``run.py``, so that the loop itself only trains."""
-
-    options: TrainOptions
-    seed: int
-    accelerator: Accelerator
-    family: Family
-    trainee: torch.nn.Module
-    named_parameters: list[tuple[str, torch.nn.Parameter]]
-    optimizer: torch.optim.Optimizer
-    optimizer_has_modes: bool
-    scaler: torch.amp.GradScaler
-    schedule: Factor
-    batches: BatchSchedule
-    latents: LatentSource
-    text_states: TextStateCache | None
-    conditioner: Conditioner
-    guard: GradientGuard
-    total_steps: int
-    console: RunConsole
-    records: RunRecords
-    save: Callable[[str, int, int], None]
-    save_state: Callable[[str, LoopState], None]
-    save_state_at_end: Callable[[LoopState], None]
-    sample: Callable[[str, int], None] | None
-    after_update: Callable[[], dict[str, float]]
-    stop_requested: Callable[[], str | None]
-    average: WeightAverage | None = None
-    exchange_gradients: Callable[[], None] | None = None
-    watchers: Sequence[Watcher] = ()
-
-
-@dataclass
-class LoopState:
-    """Where the run stands: what a resumed run would have to know."""
-
-    step: int = 0
-    epoch: int = 0
-    step_in_epoch: int = 0
-    skipped: int = 0
-    skips_in_a_row: int = 0
-    stopped_by: str | None = None
-    stop_was_asked_for: bool = False
-    recent_losses: deque[float] = field(default_factory=lambda: deque(maxlen=100))
+from maulstick.train.watchers import SeesBothEnds, WindowDone
 
 
 class TrainingLoop:

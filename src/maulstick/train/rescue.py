@@ -19,7 +19,8 @@ from maulstick.rescue import Decision, Quarantine, RescueConfig, RescueError, Re
 from maulstick.train.watchers import WindowDone
 
 if TYPE_CHECKING:
-    from maulstick.train.loop import LoopParts, TrainingLoop
+    from maulstick.train.loop import TrainingLoop
+    from maulstick.train.loop_parts import LoopParts
 
 MOST_IMAGES_NAMED = 500
 # Of all images, how many may be left out: when more are suspects, the images are not the cause.

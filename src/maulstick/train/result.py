@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from maulstick.train.loop import LoopState
+from maulstick.train.loop_parts import LoopState
 
 EXIT_CODES = {"Ctrl-C": 130, "SIGTERM": 143}
 

@@ -23,7 +23,8 @@ from maulstick.errors import ModelError, OptionError
 from maulstick.families.base import VAE
 from maulstick.guard.errors import GuardError
 from maulstick.options.schema import RunOptions
-from maulstick.train.loop import LoopState, TrainingLoop
+from maulstick.train.loop import TrainingLoop
+from maulstick.train.loop_parts import LoopState
 from maulstick.train.output import lora_path
 from maulstick.train.prepare import Prepared
 from maulstick.train.same_run import (

@@ -29,7 +29,8 @@ from maulstick.train.conditioner import Conditioner
 from maulstick.train.console import RunConsole, make_console
 from maulstick.train.environment import environment
 from maulstick.train.interrupt import StopSignals
-from maulstick.train.loop import LoopParts, LoopState, TrainingLoop
+from maulstick.train.loop import TrainingLoop
+from maulstick.train.loop_parts import LoopParts, LoopState
 from maulstick.train.optim import build_optimizer
 from maulstick.train.output import AdapterOutput, dataset_facts
 from maulstick.train.plan import plan_lines

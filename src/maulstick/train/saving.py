@@ -16,7 +16,8 @@ from maulstick.adapters.files import file_hash
 from maulstick.errors import ModelError
 from maulstick.options.schema import RunOptions
 from maulstick.train.console import RunConsole
-from maulstick.train.loop import LoopState, TrainingLoop
+from maulstick.train.loop import TrainingLoop
+from maulstick.train.loop_parts import LoopState
 from maulstick.train.output import AdapterOutput
 from maulstick.train.prepare import Prepared
 from maulstick.train.records import RunRecords

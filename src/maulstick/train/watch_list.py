@@ -5,7 +5,7 @@ from __future__ import annotations
 from maulstick.train.alarms import AlarmWatcher
 from maulstick.train.autopsy import AutopsyWatcher
 from maulstick.train.details import DetailWatcher
-from maulstick.train.loop import LoopParts
+from maulstick.train.loop_parts import LoopParts
 from maulstick.train.rescue import RescueWatcher
 from maulstick.train.skip_budget import SkipBudget
 from maulstick.train.watchers import Watcher

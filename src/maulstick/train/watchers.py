@@ -11,7 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from maulstick.guard import StepOutcome
-    from maulstick.train.loop import TrainingLoop, Window
+    from maulstick.train.loop import TrainingLoop
+    from maulstick.train.loop_parts import Window
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from maulstick.rescue import StateRing
 from maulstick.train.watchers import WindowDone, networks_of, on_bare_networks
 
 if TYPE_CHECKING:
-    from maulstick.train.loop import LoopParts, TrainingLoop
+    from maulstick.train.loop import TrainingLoop
+    from maulstick.train.loop_parts import LoopParts
 
 FIRST_LOOK, MOST_APART = 8, 256
 LOOKS, RATIO = 8, 1.5
