@@ -56,7 +56,7 @@ def draw(tmp_path: Path, file: Path | None, image: Path | None, **more: Any) -> 
         ip_adapter=IpAdapterChoice(
             ip_adapter=file, ip_image=image, image_encoder=encoder, ip_scale=more.pop("ip_scale", 1.0)
         ),
-        picture=PictureOptions(prompt=["a cat"], seed=5, steps=2, width=32, height=32, **more),
+        picture=PictureOptions(prompt=["a cat"], seed=5, steps=2, width=64, height=64, **more),
         output=OutputOptions(output_dir=tmp_path / "out", device="cpu", precision="float"),
     )
     return generate(options)
@@ -90,9 +90,9 @@ def test_pictures_look_at_the_image_as_the_pipeline_does(tmp_path, plus, image) 
         latents = pipeline(
             **family.pipeline_conditioning(["a cat"], [""]),
             ip_adapter_image=Image.open(image),
-            latents=torch.randn(1, 4, 4, 4, generator=torch.Generator().manual_seed(5)),
-            height=32,
-            width=32,
+            latents=torch.randn(1, 4, 8, 8, generator=torch.Generator().manual_seed(5)),
+            height=64,
+            width=64,
             num_inference_steps=2,
             guidance_scale=7.5,
             output_type="latent",

@@ -56,7 +56,7 @@ def pipeline_picture(family, image_arguments, path=None):
         ("sd1", ("--ip_adapter_type", "plus")),
         pytest.param("sdxl", ("--ip_adapter_type", "plus"), marks=pytest.mark.slow),
         ("sd3", ()),
-        ("sd3-plain", ()),
+        pytest.param("sd3-plain", (), marks=pytest.mark.slow),
     ],
 )
 def test_diffusers_draws_the_same_from_the_file_as_the_run_does(model, arguments, make_run, tmp_path) -> None:
@@ -274,7 +274,7 @@ def test_options_that_cannot_be_meant(arguments, message, make_run) -> None:
 
 def test_options_of_an_ip_adapter_without_one(make_run) -> None:
     with pytest.raises(OptionError, match="image_encoder belongs to network_type = ip_adapter, but"):
-        make_run("--network_type", "lora")
+        make_run("--network_type", "lora", "--network_train_unet_only")
 
 
 def test_an_encoder_of_the_wrong_kind_is_refused(make_run) -> None:
