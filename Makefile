@@ -45,6 +45,7 @@ bench: $(INSTALLED)
 	$(BIN)/python -m bench.guard
 	$(BIN)/python -m bench.tools
 	$(BIN)/python -m bench.start_up
+	$(BIN)/python -m bench.families
 
 clean:
 	rm -rf $(VENV) build dist quickstart-output .pytest_cache .mypy_cache .ruff_cache

@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
-Version = Literal["sd1", "sd2"]
+Version = Literal["sd1", "sd2", "tiny"]
 Prediction = Literal["epsilon", "v_prediction"]
 
 TOKENIZER = Path(str(files("maulstick"))) / "assets" / "clip_tokenizer"
@@ -48,12 +48,14 @@ def small_model(version: Version = "sd1") -> SmallModel:
     """Build the model: four-level UNet with all 12 + 1 + 12 blocks, VAE of factor 8, 12 (SD 2: 23) text layers.
 
     The UNet of "sd1" has the 192 (with convolutions 278) LoRA modules of the full-size one; that of "sd2" has one fewer
-    with convolutions, because its first two levels are equally wide.
+    with convolutions, because its first two levels are equally wide. "tiny" is an SD 1.x model with two levels of one
+    layer and four text layers: 48 and 24 modules, for tests that ask about the run and not about the model. It loads
+    from a folder only.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(20240 + (version == "sd2"))
+        torch.manual_seed(20240 + ("sd1", "sd2", "tiny").index(version))
         unet = UNet2DConditionModel(**unet_config(version))
-        vae = AutoencoderKL(**vae_config())
+        vae = AutoencoderKL(**vae_config(version))
         text_encoder = CLIPTextModel(CLIPTextConfig(**text_encoder_config(version)))
     for network in (unet, vae, text_encoder):
         network.eval().requires_grad_(False)
@@ -61,6 +63,16 @@ def small_model(version: Version = "sd1") -> SmallModel:
 
 
 def unet_config(version: Version) -> dict[str, Any]:
+    if version == "tiny":
+        return {
+            "sample_size": NATIVE_SIZE // 8,
+            "block_out_channels": (16, 16),
+            "norm_num_groups": 8,
+            "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+            "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+            "layers_per_block": 1,
+            "cross_attention_dim": TEXT_WIDTH,
+        }
     is_v2 = version == "sd2"
     return {
         "sample_size": NATIVE_SIZE // 8,
@@ -72,7 +84,9 @@ def unet_config(version: Version) -> dict[str, Any]:
     }
 
 
-def vae_config() -> dict[str, Any]:
+def vae_config(version: Version = "sd1") -> dict[str, Any]:
+    if version == "tiny":
+        return vae_config() | {"block_out_channels": (8,) * 4, "norm_num_groups": 4, "layers_per_block": 1}
     return {
         "block_out_channels": (32, 32, 64, 64),
         "down_block_types": ("DownEncoderBlock2D",) * 4,
@@ -87,7 +101,7 @@ def text_encoder_config(version: Version) -> dict[str, Any]:
         "hidden_size": TEXT_WIDTH,
         "intermediate_size": 2 * TEXT_WIDTH,
         "projection_dim": TEXT_WIDTH,
-        "num_hidden_layers": 23 if version == "sd2" else 12,
+        "num_hidden_layers": {"sd1": 12, "sd2": 23, "tiny": 4}[version],
         "num_attention_heads": 1,
         "hidden_act": "gelu" if version == "sd2" else "quick_gelu",
         "vocab_size": 49408,

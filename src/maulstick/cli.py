@@ -12,6 +12,7 @@ from cyclopts import App, CycloptsError, Parameter
 
 from maulstick import __version__
 from maulstick.errors import MaulstickError
+from maulstick.garbage import uncollected
 from maulstick.options.autopsy import autopsy_app, load_autopsy_options
 from maulstick.options.generate import GenerateOptions
 from maulstick.options.help_format import PlainHelp
@@ -119,7 +120,8 @@ def build_app() -> App:
 def train(arguments: Sequence[str]) -> int:
     """Train a LoRA."""
     loaded = load_train_options(arguments)
-    from maulstick.train.run import run_training
+    with uncollected(for_good=True):
+        from maulstick.train.run import run_training
 
     return run_training(loaded, _report_when_closed if loaded.options.log.report else None)
 
@@ -137,7 +139,8 @@ def check(arguments: Sequence[str]) -> int:
     dry_step = NO_DRY_STEP not in arguments
     own = ("--json", NO_DRY_STEP, "--dry_step")
     loaded = load_train_options([argument for argument in arguments if argument not in own], with_output=False)
-    from maulstick.train.prepare import check_command
+    with uncollected(for_good=True):
+        from maulstick.train.prepare import check_command
 
     return check_command(loaded, as_json, dry_step)
 
@@ -145,7 +148,8 @@ def check(arguments: Sequence[str]) -> int:
 def probe(arguments: Sequence[str]) -> int:
     """Measure which blocks matter."""
     asked = load_probe_options(arguments)
-    from maulstick.tools.probe import probe_command
+    with uncollected(for_good=True):
+        from maulstick.tools.probe import probe_command
 
     return probe_command(asked)
 
@@ -177,7 +181,8 @@ OPTION_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
 
 def generate(*, options: GenerateOptions = GenerateOptions()) -> int:  # noqa: B008 (never changed)
     """Draw images from a base model, with or without LoRA files and an IP-Adapter."""
-    from maulstick.tools.generate import generate_command
+    with uncollected(for_good=True):
+        from maulstick.tools.generate import generate_command
 
     return generate_command(options)
 
@@ -188,7 +193,8 @@ def quickstart(output_dir: Path = Path("maulstick-quickstart")) -> int:
     Args:
         output_dir: Folder for the LoRA, the pictures and the log.
     """
-    from maulstick.tools.quickstart import run_quickstart
+    with uncollected(for_good=True):
+        from maulstick.tools.quickstart import run_quickstart
 
     return run_quickstart(output_dir)
 

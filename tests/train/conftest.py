@@ -38,9 +38,9 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def make_run(images: Path, tmp_path: Path) -> Callable[..., TrainingRun]:
-    """Return a function that makes a run of six steps on the small SD 1.x model, with further arguments."""
+    """Return a function that makes a run of six steps with further arguments, on the smallest model unless told."""
 
-    def make(*arguments: str, output: str = "out", version: str = "sd1", prediction: str = "epsilon") -> TrainingRun:
+    def make(*arguments: str, output: str = "out", version: str = "tiny", prediction: str = "epsilon") -> TrainingRun:
         usual = {
             "--pretrained_model_name_or_path": str(model_folder(version, prediction)),
             "--train_data_dir": str(images),

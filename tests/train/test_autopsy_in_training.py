@@ -238,7 +238,7 @@ def test_an_autopsy_that_fails_does_not_end_the_run(make_run, tmp_path):
 def test_the_command_shows_stored_reports_and_runs_a_step_again(make_run, images, tmp_path, capsys):
     make_run(*UNET_ONLY).train()
     out = tmp_path / "out"
-    again = ["autopsy", "--step", "3", "--pretrained_model_name_or_path", str(model_folder())]
+    again = ["autopsy", "--step", "3", "--pretrained_model_name_or_path", str(model_folder("tiny"))]
     again += ["--train_data_dir", str(images), "--output_dir", str(out), "--resolution", "64", "--seed", "1"]
     again += ["--train_batch_size", "2", "--network_train_unet_only", "--console", "quiet"]
     before = {path.name: path.read_bytes() for path in out.iterdir()}

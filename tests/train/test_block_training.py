@@ -191,7 +191,7 @@ def first_moves(path: Path) -> dict[int, float]:
 
 def test_blocks_really_learn_at_their_rates(make_run, tmp_path):
     arguments = ["down_lr_weight=0", "mid_lr_weight=0.5", "up_lr_weight=linear", "loraplus_lr_ratio=3"]
-    run = make_run(*UNET_ONLY, "--max_train_steps", "1", "--network_args", *arguments)
+    run = make_run(*UNET_ONLY, "--max_train_steps", "1", "--network_args", *arguments, version="sd1")
     run.prepare()
     parameters = [parameter for group in run.loop.parts.optimizer.param_groups for parameter in group["params"]]
     assert len(parameters) == len({id(parameter) for parameter in parameters}) == 2 * (12 + 108)
@@ -223,9 +223,9 @@ def test_optimizers_with_one_step_size_refuse_different_weights_and_take_equal_o
     prodigy = (*UNET_ONLY, "--optimizer_type", "Prodigy", "--learning_rate", "1")
     said = r"'Prodigy' uses one .*\(16 groups, lowest and highest: unet_block16 0\.41.*, unet_block12 1\).*use Prodigy"
     with pytest.raises(OptionError, match=said):
-        make_run(*prodigy, "--up_lr_weight", "sine").prepare()
+        make_run(*prodigy, "--up_lr_weight", "sine", version="sd1").prepare()
     assert not list((tmp_path / "out").glob("*"))
-    run = make_run(*prodigy, "--block_lr", "other=0", "up.10-11=1", "--max_train_steps", "2")
+    run = make_run(*prodigy, "--block_lr", "other=0", "up.10-11=1", "--max_train_steps", "2", version="sd1")
     run.prepare()
     (group,) = run.loop.parts.optimizer.param_groups
     assert len(group["params"]) == 48
@@ -243,7 +243,7 @@ def test_optimizers_with_one_step_size_refuse_different_weights_and_take_equal_o
 def test_the_backward_pass_ends_at_the_first_block_that_trains(make_run, checkpointing):
     """Only OUT06 and later train: nothing before it takes part in the backward pass, not even by recomputing."""
     switch = ("--gradient_checkpointing",) if checkpointing else ()
-    run = make_run(*UNET_ONLY, *switch, "--block_lr", "other=0", "up.6-11=1", "--max_train_steps", "1")
+    run = make_run(*UNET_ONLY, *switch, "--block_lr", "other=0", "up.6-11=1", "--max_train_steps", "1", version="sd1")
     run.prepare()
     unet = run.prepared.family.denoiser
     forwards: Counter[str] = Counter()
@@ -308,11 +308,13 @@ def test_check_shows_weights_and_modules_by_block(images, tmp_path, capsys):
 
 
 def test_weights_of_a_start_file_in_blocks_of_weight_zero_are_left_out_and_named(make_run):
-    first = make_run(*UNET_ONLY, "--max_train_steps", "1", output="first").train()
+    first = make_run(*UNET_ONLY, "--max_train_steps", "1", output="first", version="sd1").train()
     start = ("--network_weights", str(first.path), "--max_train_steps", "1", "--block_lr", "other=0", "up.11=1")
     note = "network_weights: 180 modules are in blocks of weight 0; they are not trained, and not in the new file."
     for further in ((), ("--dim_from_weights",)):
-        run = make_run(*UNET_ONLY, *start, *further, "--learning_rate", "1e-12", output=f"second{len(further)}")
+        run = make_run(
+            *UNET_ONLY, *start, *further, "--learning_rate", "1e-12", output=f"second{len(further)}", version="sd1"
+        )
         assert note in run.prepare().plan.notices
         second = read_lora_file(run.train().path).modules
         assert len(second) == 12

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from maulstick.adapters.files import read_lora_file
 from maulstick.cli import main
 from tests.models import single_file
@@ -85,6 +87,7 @@ log_with = "tensorboard"
 """
 
 
+@pytest.mark.slow
 def test_a_config_file_of_sd_scripts_runs_unchanged(images: Path, tmp_path: Path, capsys):
     reg = tmp_path / "reg" / "1_shape"
     reg.mkdir(parents=True)

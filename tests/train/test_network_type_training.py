@@ -48,7 +48,7 @@ def run_of(make_run):
             given += ["--network_args", *network_args]
         if kind == "oft":
             given += ["--network_alpha", "1"]
-        return make_run(*given, **changes)
+        return make_run(*given, version="sd1", **changes)
 
     return make
 

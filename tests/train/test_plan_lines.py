@@ -19,7 +19,7 @@ def test_datasets_of_two_sizes_are_both_in_the_plan(images, tmp_path, capsys):
         "[[datasets]]\nresolution = [128, 64]\n"
         f'[[datasets.subsets]]\nimage_dir = "{tmp_path / "large"}"\nnum_repeats = 1\n'
     )
-    arguments = ["--pretrained_model_name_or_path", str(model_folder()), "--dataset_config", str(config)]
+    arguments = ["--pretrained_model_name_or_path", str(model_folder("tiny")), "--dataset_config", str(config)]
     arguments += ["--output_dir", str(tmp_path / "out"), "--console", "quiet"]
     assert main(["check", *arguments]) == 0
     assert "sizes      64x64, 128x64; buckets 64x64: 10, 128x64: 5" in capsys.readouterr().out

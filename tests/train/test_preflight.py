@@ -86,7 +86,9 @@ def test_rates_are_judged_by_what_the_optimizer_does_with_them(prepared_with, op
 
 
 def test_a_block_whose_rate_is_too_high_is_named(prepared_with):
-    _, prepared = prepared_with("--network_train_unet_only", "--up_lr_weight", "0,0,0,1,1,1,1,1,1,1,1,50")
+    _, prepared = prepared_with(
+        "--network_train_unet_only", "--up_lr_weight", "0,0,0,1,1,1,1,1,1,1,1,50", version="sd1"
+    )
     assert found_by_checks(prepared)["learning_rate_too_high"].message == (
         "The learning rate of unet_block24 (0.05) is far too high for AdamW."
     )

@@ -125,7 +125,7 @@ def saved_state(tmp_path_factory, images: Path) -> Path:
     output = tmp_path_factory.mktemp("state")
     arguments = [
         "--pretrained_model_name_or_path",
-        str(model_folder("sd1", "epsilon")),
+        str(model_folder("tiny")),
         "--train_data_dir",
         str(images),
     ]

@@ -34,7 +34,7 @@ def _one_thread() -> None:
 
 
 def model_options(**options: Any) -> ModelOptions:
-    return ModelOptions(pretrained_model_name_or_path=str(model_folder()), **options)
+    return ModelOptions(pretrained_model_name_or_path=str(model_folder("tiny")), **options)
 
 
 def in_training(options: ModelOptions, dtype: torch.dtype = torch.float32) -> Family:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from maulstick.adapters.lean import LoraDropout
 from maulstick.adapters.targets import LoraTarget
 from maulstick.errors import ModelError, OptionError
+from maulstick.garbage import uncollected
 
 DEFAULT_ADAPTER = "default"
 
@@ -108,8 +109,13 @@ def refuse_no_targets(root: nn.Module, targets: Sequence[LoraTarget], adapter_na
 
 
 def inject(build: Callable[[], Any]) -> None:
-    """Call peft's injection without its warning about several adapters on one model, which are meant."""
-    with warnings.catch_warnings():
+    """Call peft's injection without its warning about several adapters on one model, which are meant.
+
+    Nor does it work out how the factors start: all of them are made anew afterwards.
+    """
+    from transformers.initialization import no_init_weights
+
+    with warnings.catch_warnings(), uncollected(), no_init_weights():
         warnings.filterwarnings("ignore", message="Already found a `peft_config` attribute")
         build()
 

@@ -11,6 +11,7 @@ from maulstick.errors import ModelError, OptionError
 from maulstick.families.base import Family
 from maulstick.families.recognise import SD1, SD2, SD3, SDXL, JsonObject, Recognised, recognise_file, recognise_folder
 from maulstick.families.source import Kind, ModelSource, open_folder, open_single_file, open_vae
+from maulstick.garbage import uncollected
 from maulstick.options.schema import ModelOptions, ObjectiveOptions
 from maulstick.weight_files import WeightFile, open_weights
 
@@ -21,6 +22,7 @@ _UNET_OPTIONS = ("v2", "v_parameterization", "clip_skip")
 _T5_LENGTH = 256
 
 
+@uncollected()  # Building hundreds of modules, and importing what builds them.
 def load_family(
     options: ModelOptions,
     *,
