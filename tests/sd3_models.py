@@ -20,12 +20,15 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModelWithProjection, PreTrainedTokenizerFast, T5Config, T5EncoderModel
 
+from maulstick.adapters.files import save_lora_file
 from tests.models import TOKENIZER, _session_folder, _vae_original, text_encoder_config, vae_config
 
 WIDTH, T5_WIDTH = 128, 256
 CLIP_WIDTH, CLIP_G_WIDTH, CLIP_G_POOLED = 64, 128, 96
 SCALING, SHIFT = 1.5305, 0.0609
 BLOCKS = 3
+RANK, ALPHA = 3, 2.0
+"""Of the LoRA that ``kohya_file`` writes."""
 WORDS = ["▁a", "▁cat", "▁photo", "▁of", "▁shape", "▁", *"abcdefghijklmnopqrstuvwxyz0123456789,."]
 
 
@@ -254,3 +257,24 @@ def original_transformer(transformer: nn.Module) -> dict[str, Tensor]:
 def _swapped(tensor: Tensor) -> Tensor:
     half = len(tensor) // 2
     return torch.cat([tensor[half:], tensor[:half]])
+
+
+def kohya_file(path: Path) -> Path:
+    """A LoRA for every module of the small model and for CLIP, as sd-scripts writes it."""
+    generator = torch.Generator().manual_seed(0)
+    tensors: dict[str, Tensor] = {}
+    shapes = {
+        f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}": tuple(tensor.shape)
+        for name, tensor in original_transformer(small_sd3().transformer).items()
+        if name.startswith("joint_blocks") and tensor.ndim == 2
+    }
+    shapes["lora_te1_text_model_encoder_layers_0_mlp_fc1"] = (128, 64)
+    # diffusers takes an encoder's part for no LoRA where it has no attention.
+    shapes["lora_te1_text_model_encoder_layers_0_self_attn_v_proj"] = (64, 64)
+    shapes["lora_te2_text_model_encoder_layers_3_self_attn_q_proj"] = (128, 128)
+    for name, (rows, columns) in shapes.items():
+        tensors[f"{name}.lora_down.weight"] = torch.randn(RANK, columns, generator=generator)
+        tensors[f"{name}.lora_up.weight"] = torch.randn(rows, RANK, generator=generator)
+        tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
+    save_lora_file(path, tensors, {})
+    return path

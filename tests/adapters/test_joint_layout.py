@@ -15,36 +15,12 @@ from maulstick.adapters.block_selection import parse_block_selection
 from maulstick.adapters.block_weights import numbered_blocks
 from maulstick.adapters.blocks import SD_BLOCKS
 from maulstick.adapters.factors import LoraWeights, delta_weight
-from maulstick.adapters.files import save_lora_file
 from maulstick.adapters.joint_names import SD3_KEY_NAMES, place_in_joined
 from maulstick.adapters.read_formats import read_adapter
 from maulstick.adapters.write_formats import layout_tensors, save_layout
 from maulstick.errors import ModelError, OptionError
 from maulstick.tools.convert import convert_lora
-from tests.sd3_models import original_transformer, sd3_folder, small_sd3
-
-RANK, ALPHA = 3, 2.0
-
-
-def kohya_file(path: Path) -> Path:
-    """A LoRA for every module of the small model and for CLIP, as sd-scripts writes it."""
-    generator = torch.Generator().manual_seed(0)
-    tensors: dict[str, Tensor] = {}
-    shapes = {
-        f"lora_unet_{name.removesuffix('.weight').replace('.', '_')}": tuple(tensor.shape)
-        for name, tensor in original_transformer(small_sd3().transformer).items()
-        if name.startswith("joint_blocks") and tensor.ndim == 2
-    }
-    shapes["lora_te1_text_model_encoder_layers_0_mlp_fc1"] = (128, 64)
-    # diffusers takes an encoder's part for no LoRA where it has no attention.
-    shapes["lora_te1_text_model_encoder_layers_0_self_attn_v_proj"] = (64, 64)
-    shapes["lora_te2_text_model_encoder_layers_3_self_attn_q_proj"] = (128, 128)
-    for name, (rows, columns) in shapes.items():
-        tensors[f"{name}.lora_down.weight"] = torch.randn(RANK, columns, generator=generator)
-        tensors[f"{name}.lora_up.weight"] = torch.randn(rows, RANK, generator=generator)
-        tensors[f"{name}.alpha"] = torch.tensor(ALPHA)
-    save_lora_file(path, tensors, {})
-    return path
+from tests.sd3_models import RANK, kohya_file, original_transformer, sd3_folder
 
 
 def deltas(modules: Mapping[str, object]) -> dict[str, Tensor]:

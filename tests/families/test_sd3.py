@@ -153,6 +153,15 @@ def test_every_form_gives_the_weights_that_lie_in_it(options: dict[str, Any]) ->
     assert list(family.text_encoders) == ["text_encoder", "text_encoder_2", "text_encoder_3"]
 
 
+def test_a_file_without_a_vae_takes_the_one_that_is_named(tmp_path: Path) -> None:
+    tensors = {name: t for name, t in load_file(sd3_file()).items() if not name.startswith("first_stage_model.")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    family = load(tmp_path / "model.safetensors", vae=str(sd3_folder()))
+    assert_same_weights(family.vae, small_sd3().vae)
+    with pytest.raises(ModelError, match=r"has no VAE .* Name one with vae"):
+        load(tmp_path / "model.safetensors")
+
+
 def test_a_projection_that_a_file_leaves_out_is_an_identity(tmp_path: Path) -> None:
     tensors = load_file(encoder_file("clip_l"))
     del tensors["text_projection.weight"]

@@ -17,13 +17,12 @@ from maulstick.tools.apply_lora import apply_loras
 from maulstick.tools.checkpoint import open_checkpoint
 from maulstick.tools.convert import convert_lora
 from maulstick.tools.extract import ExtractChoice, extract_lora
-from maulstick.tools.inspect_lora import inspect_lora
+from maulstick.tools.inspect_lora import inspect_file
 from maulstick.tools.lora_choice import LoraChoice, parse_lora_choice
 from maulstick.tools.merge_checkpoint import merge_into_checkpoint, plan_merge
 from maulstick.train.console import QuietConsole
-from tests.adapters.test_joint_layout import kohya_file
 from tests.models import model_folder
-from tests.sd3_models import sd3_file, sd3_folder
+from tests.sd3_models import kohya_file, sd3_file, sd3_folder
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +105,7 @@ def test_every_form_draws_with_the_same_change(lora: Path, tmp_path: Path) -> No
 
 
 def test_inspect_counts_by_joint_block(lora: Path) -> None:
-    facts = inspect_lora(lora)
+    facts = inspect_file(lora)
     assert (facts.family, facts.layout) == ("Stable Diffusion 3", "kohya")
     assert {block.block: block.modules for block in facts.blocks} == {
         "TE1": 2,

@@ -27,6 +27,7 @@ from maulstick.tools.generate import generate
 from maulstick.train.attention_logits import LogitMeter
 from maulstick.train.choice import Choice, choose_targets
 from maulstick.train.events import read_events
+from maulstick.train.preflight_model import fp16_on_overflowing_family, noise_without_signal
 from maulstick.train.run import TrainingRun
 from tests.sd3_models import sd3_file, sd3_folder
 
@@ -87,6 +88,7 @@ def test_a_run_trains_every_module_and_says_what_it_is(make_sd3_run, tmp_path) -
     assert all(s["norm/grad"] > 0 for s in steps)
 
 
+@pytest.mark.slow
 def test_the_loss_falls(make_sd3_run, tmp_path) -> None:
     # An untrained model knows nothing of the flow: a high rate learns the pictures' mean at least.
     arguments = (*UNET_ONLY, "--max_train_steps", "40", "--learning_rate", "1e-2", "--network_dim", "8")
@@ -113,6 +115,7 @@ def test_the_saved_file_starts_another_run_where_it_ended(make_sd3_run) -> None:
         torch.testing.assert_close(delta_weight(weights), delta_weight(theirs[name]), rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_fp16_with_loss_scale_and_guard_stays_finite(make_sd3_run, tmp_path) -> None:
     fp16 = ("--mixed_precision", "fp16", "--grad_norm_mode", "stable", "--pretrained_model_name_or_path")
     run = make_sd3_run(*fp16, str(sd3_folder()))
@@ -130,6 +133,7 @@ def test_fp16_with_loss_scale_and_guard_stays_finite(make_sd3_run, tmp_path) -> 
     assert steps[-1]["train/skipped_steps"] == 0
 
 
+@pytest.mark.slow
 def test_cached_text_states_change_nothing_under_dropout(make_sd3_run) -> None:
     captions = ("--shuffle_caption", "--caption_dropout_rate", "0.4", "--max_train_steps", "3")
     arguments = (*UNET_ONLY, "--train_block_indices", "2", *captions)
@@ -214,6 +218,20 @@ def test_options_that_mean_nothing_are_refused(make_sd3_run, arguments, said) ->
         make_sd3_run(*arguments).prepare()
 
 
+@pytest.mark.slow
+def test_check_names_weights_that_make_spikes_and_fp16_without_norms(make_sd3_run) -> None:
+    def codes(*arguments: str) -> set[str]:
+        prepared = make_sd3_run(*UNET_ONLY, *arguments).prepare()
+        return {found.code for found in (*noise_without_signal(prepared), *fp16_on_overflowing_family(prepared))}
+
+    assert codes("--mixed_precision", "fp16") == set()
+    assert codes("--weighting_scheme", "sigma_sqrt") == {"loss_weights_far_apart"}
+    assert codes("--weighting_scheme", "cosmap") == set()
+    medium = ("--pretrained_model_name_or_path", str(sd3_folder(with_t5=False, qk_norm=False)))
+    assert codes(*medium, "--mixed_precision", "fp16") == {"fp16_overflows"}
+    assert codes(*medium, "--mixed_precision", "bf16") == set()
+
+
 def test_another_models_network_module_is_refused(make_run, make_sd3_run) -> None:
     with pytest.raises(OptionError, match=r"networks.lora_sd3, but the model is SD 1.x"):
         make_run("--network_module", "networks.lora_sd3").prepare()
@@ -242,6 +260,7 @@ def draw(output: Path, *loras: str, model: Path | None = None) -> np.ndarray:
     return np.asarray(Image.open(path)).astype(int)
 
 
+@pytest.mark.slow
 def test_pictures_with_the_saved_file_are_those_of_the_live_weights(make_sd3_run, tmp_path) -> None:
     run = make_sd3_run("--max_train_steps", "2", "--learning_rate", "1e-2")
     lora = run.train().path

@@ -233,7 +233,7 @@ def _by_component(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]
     for key, tensor in tensors.items():
         path = key.removeprefix(_PEFT_PREFIX)
         component = "unet"
-        if path.startswith("transformer_blocks."):
+        if joint_original_path(path.rsplit(".lora_", 1)[0]) or path.startswith("transformer_blocks."):
             component = TRANSFORMER
         elif path.startswith("encoder.layers."):
             component = "text_encoder"

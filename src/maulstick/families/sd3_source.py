@@ -21,17 +21,19 @@ from maulstick.families.sd3_keys import TEXT_PREFIXES, clip_weights, t5_weights,
 from maulstick.families.source import (
     TEXT_ENCODER_STEMS,
     Component,
+    Kind,
     ModelSource,
     checked_tokenizer,
     clip_in_folder,
     find_weights,
     folder_component,
     notes_on_unknown_tensors,
+    open_vae,
 )
 from maulstick.options.schema import ModelOptions
 from maulstick.weight_files import WeightFile, open_weights
 
-MODEL = "sd3"
+MODEL: Kind = "sd3"
 T5 = "text_encoder_3"
 _TOKENIZERS = {"text_encoder": "tokenizer", "text_encoder_2": "tokenizer_2", T5: "tokenizer_3"}
 _OPTIONS = {"text_encoder": "clip_l", "text_encoder_2": "clip_g", T5: "t5xxl"}
@@ -105,9 +107,7 @@ def _open_file(file: WeightFile, options: ModelOptions) -> ModelSource:
             f"{file.path} is an SD3 transformer alone. A whole checkpoint (names begin with {UNET_PREFIX} and "
             f"{VAE_PREFIX}) or a diffusers folder is needed."
         )
-    if not any(name.startswith(VAE_PREFIX) for name in file.shapes):
-        raise ModelError(f"{file.path} has no VAE (no tensor named {VAE_PREFIX}…). Use a checkpoint that has one.")
-    transformer, vae = transformer_weights(file), vae_weights(file)
+    vae, transformer = _vae(file, options), transformer_weights(file)
     encoders = {
         name: _encoder_in_file(file, name, prefix)
         for name, prefix in TEXT_PREFIXES.items()
@@ -117,7 +117,7 @@ def _open_file(file: WeightFile, options: ModelOptions) -> ModelSource:
         path=file.path,
         kind="sd3",
         denoiser=Component(fit_joint_transformer(shipped_config(MODEL, "transformer"), transformer), transformer),
-        vae=Component(fit_vae(shipped_config(MODEL, "vae"), vae), vae),
+        vae=vae,
         text_encoders=encoders,
         tokenizer_folders=dict.fromkeys(("text_encoder", "text_encoder_2"), TOKENIZER_FOLDER),
         scheduler_config=shipped_config(MODEL, "scheduler"),
@@ -125,6 +125,15 @@ def _open_file(file: WeightFile, options: ModelOptions) -> ModelSource:
         pad_tokens=_PAD_TOKENS,
         notes=notes_on_unknown_tensors(file, ("text_encoders.",)),
     )
+
+
+def _vae(file: WeightFile, options: ModelOptions) -> Component:
+    if any(name.startswith(VAE_PREFIX) for name in file.shapes):
+        weights = vae_weights(file)
+        return Component(fit_vae(shipped_config(MODEL, "vae"), weights), weights)
+    if options.vae:
+        return open_vae(Path(options.vae).expanduser(), MODEL)
+    raise ModelError(f"{file.path} has no VAE (no tensor named {VAE_PREFIX}…). Name one with vae.")
 
 
 def _encoder_in_file(file: WeightFile, name: str, prefix: str) -> Component:

@@ -23,6 +23,8 @@ MOST_LATENT = 20.0
 """Latents are scaled to a deviation of about 1; healthy images stay below 6."""
 MOST_DIFFERENCE = 0.1
 """Deviation from fp32 relative to the latents' own: bf16 has about 0.01, fp16 0.001."""
+MOST_WEIGHT = 1000.0
+"""Largest loss weight of a timestep relative to the median one; min-SNR stays far below."""
 _DRAWS_OF_TIMESTEPS = 20_000
 _NO_SIGNAL = 1e-3
 _PROBE_SHARES = (0.5, 0.65, 0.8)
@@ -60,6 +62,14 @@ def noise_without_signal(prepared: Prepared) -> list[Finding]:
         what = f"The loss weight is not finite at timestep {float(bad[0]):g} ({len(bad)} timesteps in all)."
         why = "The first image that is drawn there makes the loss, and with it the gradient, NaN."
         findings.append(Finding(Severity.ERROR, "loss_weight_not_finite", (), what, why, "Leave min_snr_gamma out."))
+    elif float(weights.max() / weights.median()) > MOST_WEIGHT:
+        heaviest = float(timesteps[int(weights.argmax())])
+        what = (
+            f"Timestep {heaviest:g} weighs {float(weights.max() / weights.median()):.2g} times as much as most others."
+        )
+        why = "A few images decide each gradient, and the loss shows spikes."
+        advice = "Choose another weighting_scheme, such as logit_normal."
+        findings.append(Finding(Severity.WARNING, "loss_weights_far_apart", (), what, why, advice))
     signal, _ = _signal_and_noise(family, timesteps)
     last = timesteps[signal < _NO_SIGNAL]
     if not len(last):
