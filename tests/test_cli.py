@@ -65,6 +65,7 @@ def test_help_shows_every_option_in_one_piece_with_its_default(command: str, col
         assert len(re.findall(rf"^  --{name}( |$)", text, re.MULTILINE)) == 1
     # The original guardian's two negative switches, and those of what is on without being asked for.
     switches = {"--no-skip_nan_immediate", "--no-skip_inf_immediate", "--no-rescue", "--no-alarms", "--no-autopsy"}
+    switches |= {"--no-cache_image_features_to_disk"}
     assert set(re.findall(r"--no-\w+", text)) == switches | ({"--no-dry_step"} if command == "check" else set())
     assert "--empty-" not in text
     flat = " ".join(text.split())
@@ -82,6 +83,7 @@ def test_help_is_grouped_by_owner() -> None:
         "Configuration file",
         "Model",
         "Network (what is trained)",
+        "IP-Adapter (network_type = ip_adapter)",
         "Data",
         "Run",
         "Optimizer",

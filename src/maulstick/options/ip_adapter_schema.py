@@ -13,7 +13,7 @@ from cyclopts import Group, Parameter
 @dataclass(frozen=True, kw_only=True)
 class IpAdapterOptions:
     image_encoder: Path | None = None
-    """Folder of the frozen image encoder: a CLIP vision model with projection, for SD3 a SigLIP one. Required."""
+    """Folder of the frozen image encoder: a CLIP vision model with projection, for SD3 a SigLIP one."""
     ip_adapter_type: Literal["plain", "plus"] | None = None
     """SD 1.x, 2.x and XL: plain (4 tokens of the whole image) or plus (16 tokens of its parts); plain without this."""
     ip_adapter_tokens: int | None = None

@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Group, Parameter
 
-from maulstick.options.ip_adapter_schema import IpAdapterOptions
-
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
 NetworkType = Literal["lora", "dora", "loha", "lokr", "oft", "ip_adapter"]
@@ -111,6 +109,10 @@ class NetworkOptions:
     """Train the text encoder's LoRA only."""
     scale_weight_norms: float | None = None
     """Scale a module's update down when its norm exceeds this value (1 is a good start)."""
+
+
+# Here, because the groups of --help stand in the order in which they are made.
+from maulstick.options.ip_adapter_schema import IpAdapterOptions  # noqa: E402
 
 
 @Parameter(name="*", group=Group.create_ordered("Data"))
