@@ -83,6 +83,7 @@ def test_help_is_grouped_by_owner() -> None:
         "Configuration file",
         "Model",
         "Network (what is trained)",
+        "IP-Adapter (network_type = ip_adapter)",
         "Data",
         "Run",
         "Optimizer",

@@ -34,10 +34,12 @@ SPECIAL: dict[str, tuple[list[str], str, Any]] = {
     "lr_decay_steps": (["0.2"], "0.2", "0.2"),
     "lr_scheduler": (["rex"], '"rex"', "rex"),
     "lr_scheduler_args": (["lr_end=0"], '["lr_end=0"]', None),
+    "multires_noise_iterations": (["6"], "6", 6),
     "optimizer_args": (["weight_decay=0.1", "betas=0.9,0.95"], '["weight_decay=0.1", "betas=0.9,0.95"]', None),
 }
 COMPANIONS: dict[str, str] = {
     "conv_alpha": "conv_dim = 4",
+    "adaptive_noise_scale": "noise_offset = 0.1",
     "mode_scale": 'weighting_scheme = "mode"',
     "block_alphas": "block_dims = 4",
     "conv_block_alphas": "conv_block_dims = 4",

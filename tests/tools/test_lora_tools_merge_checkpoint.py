@@ -404,7 +404,7 @@ def test_loras_of_other_families_and_sizes_are_refused(golden, lora, tmp_path):
     )
     with pytest.raises(ModelError, match=rf"{name}' changes a weight of shape \[4, 8, 1, 1\], but that weight is"):
         merge(model_folder(), tmp_path / "m", LoraChoice(wrong))
-    with pytest.raises(ModelError, match=r"is a LoRA or similar adapter file, but an SD 1\.x, SD 2\.x or SDXL"):
+    with pytest.raises(ModelError, match=r"is a LoRA or similar adapter file, but an SD 1\.x, SD 2\.x, SDXL or SD3"):
         open_checkpoint(lora)
     with pytest.raises(ModelError, match="There is no model at"):
         open_checkpoint(tmp_path / "absent")

@@ -28,7 +28,7 @@ def test_losses_are_sorted_into_bins_of_fifty_timesteps():
 
 
 def test_norms_by_block_are_those_of_the_whole(make_run, tmp_path):
-    run = make_run("--log_details_every_n_steps", "3", "--text_encoder_lr", "5e-4")
+    run = make_run("--log_details_every_n_steps", "3", "--text_encoder_lr", "5e-4", version="sd1")
     run.train()
     steps = {event["train/steps"]: event for event in events_of(tmp_path / "out", "step")}
     blocks = events_of(tmp_path / "out", "blocks")

@@ -129,7 +129,7 @@ def test_a_state_belongs_to_its_text_encoders_and_vae():
 def test_a_model_with_another_text_encoder_is_refused(make_run: MakeRun, tmp_path: Path):
     make_run(*SMALL, "--save_state_on_train_end", "--max_train_steps", "1").train()
     state = tmp_path / "out" / "last-state"
-    other = Path(shutil.copytree(model_folder(), tmp_path / "model"))
+    other = Path(shutil.copytree(model_folder("tiny"), tmp_path / "model"))
     [file] = (other / "text_encoder").glob("*.safetensors")
     tensors = {name: tensor + 0.1 if "layers.3" in name else tensor for name, tensor in load_file(file).items()}
     save_file(tensors, file, metadata={"format": "pt"})

@@ -85,7 +85,7 @@ def test_two_processes_give_the_weights_of_one_with_the_same_global_batch(
         "--train_batch_size": "1",
         # Adam divides by the size of the gradient, so that tiny gradients would blow rounding up.
         "--optimizer_type": "SGD",
-        "--learning_rate": "1",
+        "--learning_rate": "0.1",
         # 10 images an epoch: the tail of an epoch is in it.
         "--max_train_steps": "4",
         "--seed": "1",
@@ -99,7 +99,7 @@ def test_two_processes_give_the_weights_of_one_with_the_same_global_batch(
     start = [parameter.detach().clone() for _, parameter in one.loop.parts.named_parameters]
     assert one.train().exit_code == 0
     ends = zip(start, one.loop.parts.named_parameters, strict=True)
-    assert max(float((parameter - before).abs().max()) for before, (_, parameter) in ends) > 1e-3
+    assert max(float((parameter - before).abs().max()) for before, (_, parameter) in ends) > 1e-4
     two = [*shared, "--output_dir", str(tmp_path / "two"), "--gradient_accumulation_steps", "2"]
     if fsdp:
         output_on_two(tmp_path, RUN_AND_COMPARE + HELD_PARTS + LEAVE, [*two, "--fsdp_base", "--gradient_checkpointing"])

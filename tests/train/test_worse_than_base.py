@@ -101,7 +101,7 @@ def test_a_resumed_run_goes_on_looking_where_it_was(monkeypatch):
 
 
 def test_the_base_model_answers_with_the_draws_of_the_window(make_run):
-    run = make_run(*SMALL, "--max_train_steps", "3")
+    run = make_run(*SMALL, "--max_train_steps", "3", version="sd1")
     run.prepare()
     loop = run.loop
     found = []

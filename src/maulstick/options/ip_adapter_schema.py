@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
+
+from maulstick.options import groups
 
 
-@Parameter(name="*", group=Group.create_ordered("IP-Adapter (network_type = ip_adapter)"))
+@Parameter(name="*", group=groups.IP_ADAPTER)
 @dataclass(frozen=True, kw_only=True)
 class IpAdapterOptions:
     image_encoder: Path | None = None
-    """Folder of the frozen image encoder: a CLIP vision model with projection, for SD3 a SigLIP one. Required."""
+    """Folder of the frozen image encoder: a CLIP vision model with projection, for SD3 a SigLIP one."""
     ip_adapter_type: Literal["plain", "plus"] | None = None
     """SD 1.x, 2.x and XL: plain (4 tokens of the whole image) or plus (16 tokens of its parts); plain without this."""
     ip_adapter_tokens: int | None = None

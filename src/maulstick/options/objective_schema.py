@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
+
+from maulstick.options import groups
 
 WeightingScheme = Literal["logit_normal", "uniform", "none", "mode", "sigma_sqrt", "cosmap"]
 LossType = Literal["l2", "l1", "huber", "smooth_l1"]
 HuberSchedule = Literal["constant", "exponential", "snr"]
 
 
-@Parameter(name="*", group=Group.create_ordered("Objective"))
+@Parameter(name="*", group=groups.OBJECTIVE)
 @dataclass(frozen=True, kw_only=True)
 class ObjectiveOptions:
     min_snr_gamma: float | None = None

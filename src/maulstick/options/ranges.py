@@ -71,7 +71,7 @@ RANGES: dict[str, _Range] = {
     "lr_scheduler_timescale": _ONE_OR_MORE,
     **dict.fromkeys(("min_snr_gamma", "logit_std", "training_shift"), _ABOVE_ZERO),
     "t5xxl_max_token_length": _ONE_OR_MORE,
-    "logit_mean": _Range("a number", lambda value: True),
+    **dict.fromkeys(("logit_mean", "adaptive_noise_scale"), _Range("a number", lambda value: True)),
     "mode_scale": _Range("from -1 to 1.75, where the density stays one", lambda value: -1 <= value <= 1.75),
     **dict.fromkeys(("noise_offset", "min_timestep", "v_pred_like_loss", "multires_noise_discount"), _ZERO_OR_MORE),
     "multires_noise_iterations": _Range("from 1 to 20", lambda value: 1 <= value <= 20),

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
+from maulstick.options import groups
 from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.objective_schema import ObjectiveOptions
 
@@ -19,7 +20,7 @@ SavePrecision = Literal["float", "fp16", "bf16"]
 NetworkType = Literal["lora", "dora", "loha", "lokr", "oft", "ip_adapter"]
 
 
-@Parameter(name="*", group=Group.create_ordered("Model"))
+@Parameter(name="*", group=groups.MODEL)
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
     pretrained_model_name_or_path: str | None = None
@@ -46,7 +47,7 @@ class ModelOptions:
     """SD3: longest caption for T5, in tokens; 256 without it. CLIP always reads 75."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Network (what is trained)"))
+@Parameter(name="*", group=groups.NETWORK)
 @dataclass(frozen=True, kw_only=True)
 class NetworkOptions:
     network_module: str = "networks.lora"
@@ -113,7 +114,7 @@ class NetworkOptions:
     """Scale a module's update down when its norm exceeds this value (1 is a good start)."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Data"))
+@Parameter(name="*", group=groups.DATA)
 @dataclass(frozen=True, kw_only=True)
 class DatasetOptions:
     train_data_dir: Path | None = None
@@ -176,7 +177,7 @@ class DatasetOptions:
     """Weight of the loss of regularisation images."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Run"))
+@Parameter(name="*", group=groups.RUN)
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
     output_dir: Path | None = None
@@ -233,7 +234,7 @@ class RunOptions:
     """Comment stored in the file's metadata."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Optimizer"))
+@Parameter(name="*", group=groups.OPTIMIZER)
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
     learning_rate: float = 1e-4
@@ -256,7 +257,7 @@ class OptimizerOptions:
     """Save and draw with a running average of what trains, of this decay (0.999 to 0.9999)."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Learning-rate schedule"))
+@Parameter(name="*", group=groups.SCHEDULE)
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
     lr_scheduler: str = "constant"
@@ -282,7 +283,7 @@ class ScheduleOptions:
     """Time scale of inverse_sqrt in steps; without it the length of the warm-up."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Gradient guardian"))
+@Parameter(name="*", group=groups.GUARDIAN)
 @dataclass(frozen=True, kw_only=True)
 class GuardOptions:
     grad_norm_mode: Literal["steady", "stable", "stable_no_threshoff", "gamble", "off"] | None = None
@@ -305,7 +306,7 @@ class GuardOptions:
     """The same for infinite gradients."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Rescue"))
+@Parameter(name="*", group=groups.RESCUE)
 @dataclass(frozen=True, kw_only=True)
 class RescueOptions:
     rescue: Annotated[bool, Parameter(negative="--no-rescue")] = True
@@ -324,7 +325,7 @@ class RescueOptions:
     """Go back at most so many times; then end the run with the best state saved."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Autopsy"))
+@Parameter(name="*", group=groups.AUTOPSY)
 @dataclass(frozen=True, kw_only=True)
 class AutopsyOptions:
     autopsy: Annotated[bool, Parameter(negative="--no-autopsy")] = True
@@ -333,7 +334,7 @@ class AutopsyOptions:
     """Number of such reports in a run."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Samples while training"))
+@Parameter(name="*", group=groups.SAMPLES)
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
     sample_prompts: Path | None = None
@@ -348,7 +349,7 @@ class SampleOptions:
     """Sampler for the sample images."""
 
 
-@Parameter(name="*", group=Group.create_ordered("Log"))
+@Parameter(name="*", group=groups.LOG)
 @dataclass(frozen=True, kw_only=True)
 class LogOptions:
     logging_dir: Path | None = None

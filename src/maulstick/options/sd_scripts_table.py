@@ -288,6 +288,7 @@ DIFFERENCES: Mapping[str, str] = {
     "conditioning_data_dir": "reference images of an IP-Adapter (sd-scripts: masks, and images for ControlNet)",
     "ema_decay": "saving a running average of the weights",
     "console": "terminal output",
+    "fsdp_base": "the frozen denoiser spread over processes",
     "config_file": "unknown names in it are errors",
 }
 """Options that Maulstick has too, with another default or a limit."""
