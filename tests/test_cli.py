@@ -107,7 +107,9 @@ def test_every_option_has_its_line_of_sense_and_its_default() -> None:
         if name in ("pretrained_model_name_or_path", "output_dir"):
             assert "Required." in entry
             continue
-        shown = {"None": "not set", "False": "off", "True": "on", "[]": "none"}.get(str(default), str(default))
+        shown = {"None": "not set", "False": "off", "True": "on", "[]": "none", "": '""'}.get(
+            str(default), str(default)
+        )
         assert f"[default: {shown}]" in entry
 
 

@@ -61,8 +61,8 @@ def spoil_losses(run, bad):
     """Make the loss NaN in every window whose number (from 0) ``bad`` holds of."""
     forward = run.loop.forward
 
-    def spoiled(*arguments, **only):
-        return forward(*arguments, **only) * (math.nan if bad(run.loop.state.step) else 1.0)
+    def spoiled(*arguments):
+        return forward(*arguments) * (math.nan if bad(run.loop.state.step) else 1.0)
 
     run.loop.forward = spoiled
 

@@ -288,6 +288,8 @@ DIFFERENCES: Mapping[str, str] = {
     "conditioning_data_dir": "reference images of an IP-Adapter (sd-scripts: masks, and images for ControlNet)",
     "ema_decay": "saving a running average of the weights",
     "console": "terminal output",
+    "log_details_every_n_steps": "norms by block and losses by timestep in the event log",
+    "report": "one HTML file about the run",
     "fsdp_base": "the frozen denoiser spread over processes",
     "config_file": "unknown names in it are errors",
 }

@@ -184,7 +184,7 @@ class AlarmWatcher:
         loop.parts.trainee.eval()
         try:
             with self._meter.watching(), torch.no_grad():
-                loop.forward(*done.window[0], generator, only=[0])
+                loop.forward(*done.window[0], generator, [0])
         finally:
             loop.parts.trainee.train()
         return self._meter.largest()
