@@ -38,7 +38,7 @@ def operations(make_run):
     def count(configuration: Configuration, *, checkpointing: bool) -> int:
         switches = ["--network_train_unet_only", "--cache_latents", "--cache_text_encoder_outputs"]
         switches += ["--gradient_checkpointing"] if checkpointing else []
-        run = make_run(*switches, *configuration.arguments, "--max_train_steps", "1")
+        run = make_run(*switches, *configuration.arguments, "--max_train_steps", "1", version="sd1")
         run.prepare()
         with counter() as counted:
             run.train()
