@@ -213,6 +213,22 @@ class LatentFamily(Family):
         # All tokenizers of a model have one vocabulary; they differ in padding.
         return len(caption_ids(next(iter(self.tokenizers.values())), [caption])[0])
 
+    @torch.no_grad()
+    def _with_pooled_text(
+        self, prompts: Sequence[str], negative_prompts: Sequence[str], states: str, pooled: str
+    ) -> dict[str, Tensor]:
+        """Return what a pipeline takes that wants pooled text beside the states; both names are of ``encode_text``."""
+        encoded = self.encode_text(self.tokenize([*negative_prompts, *prompts]))
+        counts = [len(negative_prompts), len(prompts)]
+        negative, positive = encoded[states].to(self.dtype).split(counts)
+        negative_pooled, positive_pooled = encoded[pooled].to(self.dtype).split(counts)
+        return {
+            "prompt_embeds": positive,
+            "negative_prompt_embeds": negative,
+            "pooled_prompt_embeds": positive_pooled,
+            "negative_pooled_prompt_embeds": negative_pooled,
+        }
+
 
 def short_name(dtype: torch.dtype) -> str:
     """Return "float32" for ``torch.float32``."""

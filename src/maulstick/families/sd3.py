@@ -240,18 +240,8 @@ class StableDiffusion3(LatentFamily):
         pipeline.set_progress_bar_config(disable=True)
         return pipeline
 
-    @torch.no_grad()
     def pipeline_conditioning(self, prompts: Sequence[str], negative_prompts: Sequence[str]) -> dict[str, Tensor]:
-        encoded = self.encode_text(self.tokenize([*negative_prompts, *prompts]))
-        counts = [len(negative_prompts), len(prompts)]
-        negative, positive = encoded[_TEXT_STATES].to(self.dtype).split(counts)
-        negative_pooled, positive_pooled = encoded[_POOLED].to(self.dtype).split(counts)
-        return {
-            "prompt_embeds": positive,
-            "negative_prompt_embeds": negative,
-            "pooled_prompt_embeds": positive_pooled,
-            "negative_pooled_prompt_embeds": negative_pooled,
-        }
+        return self._with_pooled_text(prompts, negative_prompts, _TEXT_STATES, _POOLED)
 
 
 def _version(config: JsonObject) -> tuple[str, str, str]:
