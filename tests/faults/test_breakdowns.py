@@ -108,7 +108,7 @@ def test_a_disk_that_stays_full(workshop: Workshop, add_row: AddRow, monkeypatch
     outcome = workshop.finish(run)
     add_row("disk full to the end", "the adapter is saved elsewhere", outcome, None, fault_free)
     assert outcome.ended == "OSError"
-    assert "output_dir cannot take the LoRA (No space left on device); saving it elsewhere" in outcome.said
+    assert "output_dir cannot take the file (No space left on device); saving it elsewhere" in outcome.said
     assert outcome.path.parent.parent == tmp_path
     assert f"saved {outcome.path}" in outcome.said
     assert same_weights(outcome.path, fault_free.path)
