@@ -30,6 +30,7 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 from bench.train_step import RANK, THREADS, make_full_size
 from maulstick.options.load import load_train_options
 from maulstick.train.console import QuietConsole
+from maulstick.train.loop import TrainingLoop
 from maulstick.train.run import TrainingRun
 from maulstick.train.watchers import SeesBothEnds
 
@@ -141,6 +142,20 @@ def make_picture(folder: Path, side: int) -> Path:
     return subset.parent
 
 
+def begun_loop(arguments: list[str]) -> tuple[TrainingRun, TrainingLoop]:
+    """Return a run and its loop, about to train its first window."""
+    run = TrainingRun(load_train_options(arguments), console=QuietConsole())
+    run.prepare()
+    loop = run.loop
+    if loop is None:
+        raise RuntimeError("prepare() builds the loop")
+    loop.parts.trainee.train()
+    for watcher in loop.parts.watchers:
+        if isinstance(watcher, SeesBothEnds):
+            watcher.before_training(loop)
+    return run, loop
+
+
 def loop_of(configuration: Configuration, model: Path, folder: Path, side: int, *, checkpointing: bool) -> Measured:
     """Make the real training loop ready; runs read one model file, so its weights are in memory once."""
     arguments = [
@@ -160,15 +175,7 @@ def loop_of(configuration: Configuration, model: Path, folder: Path, side: int, 
         *(("--gradient_checkpointing",) if checkpointing else ()),
         *configuration.arguments,
     ]
-    run = TrainingRun(load_train_options(arguments), console=QuietConsole())
-    run.prepare()
-    loop = run.loop
-    if loop is None:
-        raise RuntimeError("prepare() builds the loop")
-    loop.parts.trainee.train()
-    for watcher in loop.parts.watchers:
-        if isinstance(watcher, SeesBothEnds):
-            watcher.before_training(loop)
+    run, loop = begun_loop(arguments)
     windows = (window for epoch in range(10**6) for window in loop.windows(epoch))
 
     def step() -> None:

@@ -20,11 +20,9 @@ from typing import Any
 
 import torch
 
-from maulstick.options.load import load_train_options
+from bench.block_rates import begun_loop
 from maulstick.tools.quickstart import ASSETS
-from maulstick.train.console import QuietConsole
-from maulstick.train.run import TrainingRun
-from maulstick.train.watchers import SeesBothEnds, Watcher
+from maulstick.train.watchers import Watcher
 
 MOST = 0.01
 
@@ -63,18 +61,10 @@ def main() -> int:
             "--cache_latents",
             "--cache_text_encoder_outputs",
         ]
-        run = TrainingRun(load_train_options(arguments), console=QuietConsole())
-        run.prepare()
-        loop = run.loop
-        if loop is None:
-            raise RuntimeError("prepare() builds the loop")
+        run, loop = begun_loop(arguments)
         seconds: dict[str, float] = defaultdict(float)
         for watcher in loop.parts.watchers:
             timed(watcher, seconds)
-        loop.train_mode()
-        for watcher in loop.parts.watchers:
-            if isinstance(watcher, SeesBothEnds):
-                watcher.before_training(loop)
         started = time.perf_counter()
         for window in islice((each for epoch in range(1000) for each in loop.windows(epoch)), options.windows):
             loop.train_step(*window)

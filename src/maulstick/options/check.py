@@ -5,7 +5,7 @@ Nothing here opens a file; what depends on the model or on the images is checked
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 from maulstick.errors import OptionError
 from maulstick.guard.errors import GuardError
@@ -17,7 +17,7 @@ from maulstick.options.network_types import check_network_type
 from maulstick.options.objective import check_objective, objective_leftovers
 from maulstick.options.ranges import check_ranges
 from maulstick.options.schedules import check_schedule, schedule_leftovers
-from maulstick.options.schema import TrainOptions, flat_values
+from maulstick.options.schema import DatasetOptions, TrainOptions, flat_values
 from maulstick.options.sd_scripts_table import NETWORK_MODULES
 from maulstick.options.text_rates import (
     check_text_encoder_rates,
@@ -223,73 +223,59 @@ def _check_samples(options: TrainOptions) -> None:
 
 def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
     """Yield a line for each option that says something and does nothing, because another one is missing."""
-    data, run, sample, optimizer = options.dataset, options.run, options.sample, options.optimizer
+    run, sample, optimizer = options.run, options.sample, options.optimizer
     network = options.network
+    values = flat_values(options)
 
     def set_otherwise(*names: str) -> list[str]:
-        values = flat_values(options)
         return [name for name in names if name in given and values[name] != DEFAULTS[name]]
 
-    def line(names: list[str], missing: str) -> Iterator[str]:
-        if names:
-            yield f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {missing}."
-
-    # A dataset description may switch these on for its own datasets, whatever the options say.
-    if data.dataset_config is None:
-        varying = data.shuffle_caption or data.caption_tag_dropout_rate or data.token_warmup_step
-        if not varying:
-            kept = set_otherwise("keep_tokens", "keep_tokens_separator", "caption_separator")
-            yield from line(kept, "without shuffle_caption, caption_tag_dropout_rate or token_warmup_step")
-        if not data.token_warmup_step:
-            yield from line(set_otherwise("token_warmup_min"), "without token_warmup_step")
-        if not data.enable_bucket:
-            buckets = set_otherwise("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale")
-            yield from line(buckets, "without enable_bucket")
-        if data.reg_data_dir is None:
-            yield from line(set_otherwise("prior_loss_weight"), "without reg_data_dir")
+    yield from _data_leftovers(options.dataset, set_otherwise)
     if {"max_train_steps", "max_train_epochs"} <= set(given):
         yield f"max_train_steps has no effect: max_train_epochs = {run.max_train_epochs} takes its place."
     for unit in ("steps", "epochs"):
         if not getattr(run, f"save_every_n_{unit}"):
             last = set_otherwise(f"save_last_n_{unit}", f"save_last_n_{unit}_state")
-            yield from line(last, f"without save_every_n_{unit}")
+            yield from _no_effect(last, f"without save_every_n_{unit}")
     if not run.save_state:
-        yield from line(set_otherwise("save_last_n_epochs_state", "save_last_n_steps_state"), "without save_state")
+        yield from _no_effect(
+            set_otherwise("save_last_n_epochs_state", "save_last_n_steps_state"), "without save_state"
+        )
     elif run.save_state_on_train_end:
         yield "save_state_on_train_end is part of save_state."
     if run.initial_step is None and run.initial_epoch is None:
-        yield from line(set_otherwise("skip_until_initial_step"), "without initial_step or initial_epoch")
+        yield from _no_effect(set_otherwise("skip_until_initial_step"), "without initial_step or initial_epoch")
     elif run.initial_step is not None:
-        yield from line(set_otherwise("initial_epoch"), "with initial_step")
+        yield from _no_effect(set_otherwise("initial_epoch"), "with initial_step")
     if run.no_metadata:
-        yield from line(set_otherwise("training_comment"), "with no_metadata")
+        yield from _no_effect(set_otherwise("training_comment"), "with no_metadata")
     if options.run.fsdp_base and options.autopsy.autopsy:
         yield "autopsy has no effect with fsdp_base: one process alone cannot run a step again."
     if not options.autopsy.autopsy:
-        yield from line(set_otherwise("autopsy_limit"), "with no-autopsy")
+        yield from _no_effect(set_otherwise("autopsy_limit"), "with no-autopsy")
     if not options.rescue.rescue:
         rescue_numbers = [name for name in vars(options.rescue) if name != "rescue"]
-        yield from line(set_otherwise(*rescue_numbers), "with no-rescue")
+        yield from _no_effect(set_otherwise(*rescue_numbers), "with no-rescue")
     elif options.rescue.rescue_lr_factor == 1:
-        yield from line(set_otherwise("rescue_lr_restore_after"), "with rescue_lr_factor = 1")
+        yield from _no_effect(set_otherwise("rescue_lr_restore_after"), "with rescue_lr_factor = 1")
     if sample.sample_prompts is None:
-        yield from line(set_otherwise("sample_sampler"), "without sample_prompts")
+        yield from _no_effect(set_otherwise("sample_sampler"), "without sample_prompts")
     elif not (sample.sample_every_n_steps or sample.sample_every_n_epochs or sample.sample_at_first):
         names = ["sample_prompts", *set_otherwise("sample_sampler")]
-        yield from line(names, "without sample_every_n_steps, sample_every_n_epochs or sample_at_first")
+        yield from _no_effect(names, "without sample_every_n_steps, sample_every_n_epochs or sample_at_first")
     yield from schedule_leftovers(options.schedule, given)
     yield from objective_leftovers(options.objective, given)
     if network.conv_block_dims is not None:
-        yield from line(set_otherwise("conv_dim"), "with conv_block_dims")
+        yield from _no_effect(set_otherwise("conv_dim"), "with conv_block_dims")
     if not (network.block_lr or any(getattr(network, name) is not None for name in PART_WEIGHTS)):
         missing = "without down_lr_weight, mid_lr_weight, up_lr_weight or block_lr"
-        yield from line(set_otherwise("block_lr_zero_threshold"), missing)
+        yield from _no_effect(set_otherwise("block_lr_zero_threshold"), missing)
     if network.network_train_unet_only:
-        yield from line(set_otherwise("loraplus_text_encoder_lr_ratio"), "with network_train_unet_only")
+        yield from _no_effect(set_otherwise("loraplus_text_encoder_lr_ratio"), "with network_train_unet_only")
     if network.network_train_text_encoder_only:
         by_block = ("block_lr", *PART_WEIGHTS, *BLOCK_RANKS, "train_block_indices")
         of_unet = ("conv_dim", "conv_alpha", *by_block, "loraplus_unet_lr_ratio")
-        yield from line(set_otherwise(*of_unet), "with network_train_text_encoder_only")
+        yield from _no_effect(set_otherwise(*of_unet), "with network_train_text_encoder_only")
     elif not _unet_rate(options):
         yield "A learning rate of 0 for the UNet: it is not trained, and not in the file."
     if not network.network_train_unet_only and not _text_encoder_rate(options):
@@ -297,12 +283,34 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
     if network.dim_from_weights:
         of_file = ("network_dim", "network_alpha", "conv_dim", "conv_alpha", *BLOCK_RANKS)
         ranks = [name for name in of_file if name in given]
-        yield from line(ranks, "with dim_from_weights: ranks and alphas come from network_weights")
+        yield from _no_effect(ranks, "with dim_from_weights: ranks and alphas come from network_weights")
     elif network.network_alpha == 0:
         yield f"network_alpha = 0 means network_alpha = network_dim ({network.network_dim}), as in sd-scripts."
     if options.log.log_with == "wandb":
-        yield from line(set_otherwise("logging_dir"), "with log_with = wandb")
+        yield from _no_effect(set_otherwise("logging_dir"), "with log_with = wandb")
     unet_has_rate = optimizer.unet_lr is not None or network.network_train_text_encoder_only
     text_has_rate = states_all_text_encoder_rates(optimizer) or network.network_train_unet_only
     if "learning_rate" in given and unet_has_rate and text_has_rate:
         yield "learning_rate has no effect: every part that is trained has a rate of its own."
+
+
+def _data_leftovers(data: DatasetOptions, set_otherwise: Callable[..., list[str]]) -> Iterator[str]:
+    # A dataset description may switch these on for its own datasets, whatever the options say.
+    if data.dataset_config is not None:
+        return
+    varying = data.shuffle_caption or data.caption_tag_dropout_rate or data.token_warmup_step
+    if not varying:
+        kept = set_otherwise("keep_tokens", "keep_tokens_separator", "caption_separator")
+        yield from _no_effect(kept, "without shuffle_caption, caption_tag_dropout_rate or token_warmup_step")
+    if not data.token_warmup_step:
+        yield from _no_effect(set_otherwise("token_warmup_min"), "without token_warmup_step")
+    if not data.enable_bucket:
+        buckets = set_otherwise("min_bucket_reso", "max_bucket_reso", "bucket_reso_steps", "bucket_no_upscale")
+        yield from _no_effect(buckets, "without enable_bucket")
+    if data.reg_data_dir is None:
+        yield from _no_effect(set_otherwise("prior_loss_weight"), "without reg_data_dir")
+
+
+def _no_effect(names: list[str], missing: str) -> Iterator[str]:
+    if names:
+        yield f"{', '.join(names)} {'has' if len(names) == 1 else 'have'} no effect {missing}."
