@@ -240,3 +240,24 @@ def test_it_must_begin_with_a_good_state():
     toy.model[0].weight.data[0, 0] = math.nan
     with pytest.raises(RescueError, match="before the first step"):
         rescuer.begin()
+
+
+def test_begun_again_it_knows_neither_states_nor_losses_from_before():
+    toy = Toy()
+    rescuer = Rescuer(CONFIG, toy.optimizer, parameters=toy.model)
+    rescuer.begin()
+    train(toy, rescuer, 17)
+    assert [slot.step for slot in rescuer.ring.slots] == [5, 10, 15]
+    assert len(rescuer.judge.loss_range.recent) == 17
+    next(toy.model.parameters()).data.fill_(0.5)
+    rescuer.begin_again(17)
+    assert [slot.step for slot in rescuer.ring.slots] == [17]
+    assert rescuer.ring.best is rescuer.ring.slots[0]
+    assert len(rescuer.judge.loss_range.recent) == 0
+    held = rescuer.ring.bytes_held
+    [decision] = acts(train(toy, rescuer, 4, first=17, fault=lambda step: math.nan))
+    assert (decision.action, decision.to_step) == ("rolled_back", 17)
+    assert bool((next(toy.model.parameters()) == 0.5).all())
+    # The copies of before are used again.
+    train(toy, rescuer, 12, first=21)
+    assert rescuer.ring.bytes_held == held

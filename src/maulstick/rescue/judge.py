@@ -118,6 +118,13 @@ class RescueJudge:
         self.level = Level.USUAL
         self.loss_range.went_back(blamed=cause is Cause.LOSS)
 
+    def begin_again(self) -> None:
+        """Forget the windows so far, which belong to weights that are gone; what was counted and cut stays."""
+        self.bad_in_a_row = self.since_snapshot = 0
+        self.all_finite = True
+        self.level = Level.USUAL
+        self.loss_range = LossRange(self.config)
+
     def summary(self) -> str:
         """One line for the end of a run; "" when nothing happened."""
         if not self.rescued:

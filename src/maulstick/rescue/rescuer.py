@@ -93,6 +93,13 @@ class Rescuer:
             raise RescueError("The weights or the optimizer's state hold NaN or infinite values before the first step.")
         self.ring.take(step, best=True)
 
+    def begin_again(self, step: int) -> None:
+        """Forget all states and losses, and keep the state as it is now: something else has put back what trains."""
+        self.ring.forget()
+        self.judge.begin_again()
+        self.lowest_level = math.inf
+        self.begin(step)
+
     def after_window(self, step: int, *, bad: bool, loss: float, finite: bool = True, check: bool = False) -> Decision:
         """Take note of one window, after its update and with its gradients cleared; act if the run is lost.
 

@@ -117,6 +117,13 @@ class StateRing:
         while self.slots and self.slots[-1] is not slot and slot in self.slots:
             self._free(self.slots.pop())
 
+    def forget(self) -> None:
+        """Hold no state any more; their memory is kept for those to come."""
+        if self.best is not None and self.best not in self.slots:
+            self._spare.append(self.best)
+        self._spare += self.slots
+        self.slots, self.best = [], None
+
     @torch.no_grad()
     def restore(self, slot: Slot) -> None:
         """Put the values of a state back into what trains."""

@@ -34,7 +34,7 @@ class TrainingLoop:
     def __init__(self, parts: LoopParts) -> None:
         self.parts = parts
         self.state = LoopState()
-        self.rate_scale = 1.0
+        self.rate_scales: dict[str, float] = {}
         self.left_out: frozenset[str] = frozenset()
         self.measured = blocks_as_groups(parts.family, parts.named_parameters)
         self._draws: list[tuple[Tensor, Tensor]] = []
@@ -218,7 +218,7 @@ class TrainingLoop:
                 window = []
 
     def _set_learning_rates(self) -> None:
-        factor = self.parts.schedule(self.state.step) * self.rate_scale
+        factor = self.parts.schedule(self.state.step) * math.prod(self.rate_scales.values())
         for group, base_rate in zip(self.parts.optimizer.param_groups, self.base_rates, strict=True):
             group["lr"] = base_rate * factor
 

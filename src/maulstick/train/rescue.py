@@ -15,7 +15,7 @@ from maulstick.data.batches import MicroBatch
 from maulstick.errors import ModelError
 from maulstick.guard import GradientGuard
 from maulstick.options.schema import RescueOptions
-from maulstick.rescue import Decision, Quarantine, RescueConfig, RescueError, Rescuer
+from maulstick.rescue import Decision, HasState, Quarantine, RescueConfig, RescueError, Rescuer
 from maulstick.train.watchers import WindowDone
 
 if TYPE_CHECKING:
@@ -58,10 +58,7 @@ class RescueWatcher:
             parts.optimizer,
             parameters=parts.named_parameters,
             scaler=parts.scaler,
-            extra={
-                "guard": _GuardMemory(parts.guard),
-                **({} if parts.average is None else {parts.average.name: parts.average}),
-            },
+            extra=goes_back_too(parts),
             # Main memory has room for the copies where the GPU's has not.
             store="cpu" if parts.accelerator.device.type == "cuda" else "same",
         )
@@ -110,8 +107,14 @@ class RescueWatcher:
         if self.rescuer.summary():
             parts.console.say(self.rescuer.summary())
 
+    def begin_again(self, loop: TrainingLoop) -> None:
+        """Forget every state and window: somebody else has put back what trains, and they belong to what is gone."""
+        self.rescuer.begin_again(loop.state.step)
+        self._recent.clear()
+        self._gone_back()
+
     def _tell(self, loop: TrainingLoop) -> None:
-        loop.rate_scale = self.rescuer.lr_scale
+        loop.rate_scales[self.name] = self.rescuer.lr_scale
         loop.left_out = self.quarantine.images
 
     def _report(self, loop: TrainingLoop, decision: Decision) -> None:
@@ -183,6 +186,12 @@ class RescueWatcher:
         quarantine["strikes"] = {here(name): strikes for name, strikes in quarantine["strikes"].items()}
         self.quarantine.load_state_dict(quarantine)
         self._recent = deque((step, [here(name) for name in images]) for step, images in state["recent"])
+
+
+def goes_back_too(parts: LoopParts) -> dict[str, HasState]:
+    """Return what goes back together with weights and optimizer, by name."""
+    average = {} if parts.average is None else {parts.average.name: parts.average}
+    return {"guard": _GuardMemory(parts.guard), **average}
 
 
 class _GuardMemory:

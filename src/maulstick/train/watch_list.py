@@ -28,7 +28,8 @@ def build_watchers(parts: LoopParts) -> list[Watcher]:
     if parts.options.autopsy.autopsy and not parts.options.run.fsdp_base:
         watchers.append(AutopsyWatcher(parts))
     if rescued:
+        rescue = RescueWatcher(parts, budget.forget)
         if can_be_left_out(parts.trainee):
-            watchers.append(WorseThanBase(parts))
-        watchers.append(RescueWatcher(parts, budget.forget))
+            watchers.append(WorseThanBase(parts, rescue.begin_again))
+        watchers.append(rescue)
     return watchers

@@ -55,6 +55,10 @@ _BY_REASON = {
         "The loss had left its range for good, so the weights were going wrong. They went back to a state from before, "
         "with a lower learning rate (rescue_lr_factor). If it happens again: lower learning_rate."
     ),
+    ("rescue", "worse_than_base"): (
+        "With the adapter the model predicted worse than without it. Weights and optimizer went back to where it still "
+        "helped, and the learning rate is a tenth from there on. Begin with the lower learning_rate next time."
+    ),
     ("rescue", "end_of_training"): "The last weights were not finite; the last good ones were saved instead.",
     ("trouble", "save_failed"): "The disk refused the file. Training went on; make room, later saves are tried again.",
     ("trouble", "save_state_failed"): "No state was saved here, so a resumed run begins at an earlier one.",

@@ -26,6 +26,7 @@ _REASONS = {
     "bad_windows": "too many bad steps in a row",
     "non_finite_state": "NaN in the weights",
     "loss_out_of_range": "loss gone for good",
+    "worse_than_base": "worse than the base model",
     "end_of_training": "at the end",
     "save_failed": "LoRA file",
     "save_state_failed": "state",
