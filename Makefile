@@ -6,7 +6,7 @@ INSTALLED := $(VENV)/.installed
 # One thread per test process: the models are tiny, and two processes of one thread beat one of two.
 PYTEST := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n 2 --dist worksteal
 
-.PHONY: install quickstart test test-slow test-long lint format bench clean
+.PHONY: install quickstart test test-slow test-long lint format docs bench clean
 
 install: $(INSTALLED)
 
@@ -37,6 +37,10 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# docs/sd-scripts.md, from the options themselves.
+docs: $(INSTALLED)
+	$(BIN)/python -m scripts.sd_scripts_document
 
 bench: $(INSTALLED)
 	$(BIN)/python -m bench.train_step

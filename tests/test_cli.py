@@ -22,7 +22,7 @@ from maulstick.options.values import option_types
 
 REQUIRED = ["--pretrained_model_name_or_path", "m", "--train_data_dir", "d", "--output_dir", "o"]
 CHECK_MODULE = "maulstick.train.prepare"
-COMMANDS = ["train", "check", "generate", "quickstart", "report", "optimizers"]
+COMMANDS = ["train", "check", "generate", "quickstart", "report", "autopsy", "optimizers"]
 
 
 def run_program(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

@@ -21,7 +21,7 @@ RUN_OR_FILE is a report (NAME-autopsy-stepN.json) or the output_dir it lies in. 
 network_weights, or the state named by resume), and the modules with the largest values are listed."""
 
 
-@Parameter(name="*", negative=(), group=Group("Autopsy", sort_key=(-1, 1)))
+@Parameter(name="*", negative=(), group=Group("A step again", sort_key=(-1, 1)))
 @dataclass(frozen=True, kw_only=True)
 class AutopsyCommandOptions:
     step: int | None = None

@@ -18,6 +18,7 @@ from maulstick.options.sd_scripts_table import (
     DIFFERENCES,
     MAULSTICK_ONLY,
     NETWORK_ARGUMENTS,
+    ONLY_IN,
     SD_SCRIPTS_OPTIONS,
     SUPPORTED_NETWORK_ARGUMENTS,
     NoEffect,
@@ -32,7 +33,10 @@ SECRETS = frozenset({"wandb_api_key", "huggingface_token"})
 
 @dataclass(frozen=True)
 class OptionRow:
-    """One line of the comparison with sd-scripts: ``verdict`` is same, ours, renamed, no effect or refused."""
+    """One line of the comparison with sd-scripts: ``verdict`` is same, ours, renamed, no effect or refused.
+
+    ``scripts`` says which of sd-scripts' scripts have it; it says nothing where the verdict is "ours".
+    """
 
     name: str
     scripts: str
@@ -43,7 +47,8 @@ class OptionRow:
 def option_rows() -> Iterator[OptionRow]:
     """Yield a row for every option of sd-scripts' LoRA scripts for SD, SDXL and SD3, and for kohya_ss' own keys."""
     for name in ["config_file", *option_types()]:
-        yield OptionRow(name, "all", "ours" if name in MAULSTICK_ONLY else "same", DIFFERENCES.get(name, ""))
+        verdict = "ours" if name in MAULSTICK_ONLY else "same"
+        yield OptionRow(name, ONLY_IN.get(name, "all"), verdict, DIFFERENCES.get(name, ""))
     for name, entry in SD_SCRIPTS_OPTIONS.items():
         if isinstance(entry, Renamed):
             yield OptionRow(name, entry.scripts, "renamed", f"the same as {entry.to}")

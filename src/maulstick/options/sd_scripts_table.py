@@ -201,18 +201,30 @@ _KOHYA_SS: dict[str, NoEffect | Refused | Renamed] = {
     "stop_text_encoder_training": NoEffect("sd-scripts ignores it too", 0, scripts="kohya_ss"),
 }
 
-SD_SCRIPTS_OPTIONS: Mapping[str, NoEffect | Refused | Renamed] = {
-    **_MODEL_AND_MEMORY,
-    **_NETWORK,
-    **_DATA,
-    **_RUN,
-    **_OPTIMIZER,
-    **_LOG,
-    **_SDXL_AND_SD3,
-    **_KOHYA_SS,
+SD_SCRIPTS_GROUPS: Mapping[str, Mapping[str, NoEffect | Refused | Renamed]] = {
+    "Model": _MODEL_AND_MEMORY,
+    "Network (what is trained)": _NETWORK,
+    "Data": _DATA,
+    "Run": _RUN,
+    "Optimizer": _OPTIMIZER,
+    "Log": _LOG,
+    "SDXL and SD3": _SDXL_AND_SD3,
+    "kohya_ss": _KOHYA_SS,
 }
 """Every option of sd-scripts' train_network, sdxl_train_network and sd3_train_network that is not in ``schema``, and
-the keys that kohya_ss adds to its configuration files."""
+the keys that kohya_ss adds to its configuration files; by the group of ``--help`` that each would be in."""
+
+SD_SCRIPTS_OPTIONS: Mapping[str, NoEffect | Refused | Renamed] = {
+    name: entry for group in SD_SCRIPTS_GROUPS.values() for name, entry in group.items()
+}
+
+ONLY_IN: Mapping[str, str] = {
+    "cache_text_encoder_outputs": "SDXL, SD3",
+    **dict.fromkeys(("clip_l", "clip_g", "t5xxl", "t5xxl_max_token_length"), "SD3"),
+    **dict.fromkeys(("weighting_scheme", "logit_mean", "logit_std", "mode_scale", "training_shift"), "SD3"),
+    **dict.fromkeys(("loraplus_lr_ratio", "loraplus_unet_lr_ratio", "loraplus_text_encoder_lr_ratio"), "kohya_ss"),
+}
+"""Which of sd-scripts' scripts have an option that Maulstick has too, where it is not all of them."""
 
 SUPPORTED_NETWORK_ARGUMENTS = (
     *("conv_dim", "conv_alpha", "rank_dropout", "module_dropout"),
