@@ -105,8 +105,9 @@ class RichConsole:
     def advance(self, count: int = 1, line: StepLine | None = None) -> None:
         if self._progress is not None:
             task = self._progress.task_ids[0]
-            shown = {} if line is None else {"line": line}
-            self._progress.update(task, advance=count, **shown)
+            self._progress.advance(task, count)
+            if line is not None:
+                self._progress.update(task, line=line)
 
     def end(self) -> None:
         if self._progress is not None:
