@@ -182,7 +182,7 @@ def test_a_reader_that_stops_reading_is_no_error() -> None:
         (["train"], "No base model was named. Give pretrained_model_name_or_path"),
         (["train", "--json", *REQUIRED], "Unknown option '--json'"),
         (["optimizers", "--jsn"], "Unknown option: --jsn. Did you mean --json?"),
-        (["quickstart", "a", "b"], "Unused Tokens: ['b']"),
+        (["quickstart", "a", "b"], "Unused Tokens: ['b']. `maulstick quickstart --help` shows what there is."),
     ],
 )
 def test_errors_are_one_plain_line(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -262,6 +262,23 @@ def test_quickstart_and_optimizers(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (DataError("image a.png cannot be read"), 2, "maulstick: error: image a.png cannot be read\n"),
         (KeyboardInterrupt(), 130, "maulstick: interrupted\n"),
+        (
+            OSError(28, "No space left on device", "out/last.safetensors"),
+            2,
+            "maulstick: error: out/last.safetensors: No space left on device. Make room on the disk, or name a "
+            "folder on another one.\n",
+        ),
+        (
+            OSError(5, "Input/output error", "a.png"),
+            2,
+            "maulstick: error: a.png: Input/output error. Look at that file or folder, or name another one.\n",
+        ),
+        (
+            type("OutOfMemoryError", (RuntimeError,), {})("Tried to allocate 2 GiB.\nmore"),
+            2,
+            "maulstick: error: Tried to allocate 2 GiB. Use less memory: gradient_checkpointing, mixed_precision bf16, "
+            "cache_latents, a lower train_batch_size or resolution; or close what else uses the device.\n",
+        ),
     ],
 )
 def test_how_a_command_ends(
@@ -279,6 +296,9 @@ def test_how_a_command_ends(
 def test_a_defect_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     Recorder(monkeypatch, "maulstick.train.run", "run_training", ZeroDivisionError("defect"))
     with pytest.raises(ZeroDivisionError, match="defect"):
+        main(["train", *REQUIRED])
+    Recorder(monkeypatch, "maulstick.train.run", "run_training", RuntimeError("defect"))
+    with pytest.raises(RuntimeError, match="defect"):
         main(["train", *REQUIRED])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -30,6 +31,22 @@ CHECK_SUMMARY = """Show what `maulstick train` would do with the same options, w
 Lists images, captions, repeats, buckets, steps, trained modules, learning rates and their schedule, measures time and
 memory on one step, and says what does not fit together. Writes nothing; output_dir need not be given."""
 
+_ADVICE = {
+    errno.ENOENT: "Look at how the path is written; relative ones begin in the folder that the command is called in.",
+    errno.EACCES: "Change the rights of the file or folder, or name another one.",
+    errno.EPERM: "Change the rights of the file or folder, or name another one.",
+    errno.EROFS: "Name a folder that can be written into.",
+    errno.ENOSPC: "Make room on the disk, or name a folder on another one.",
+    errno.EDQUOT: "Make room on the disk, or name a folder on another one.",
+    errno.EISDIR: "Name a file, not a folder.",
+    errno.ENOTDIR: "Name a folder, not a file.",
+    errno.EEXIST: "Name another file or folder, or move this one away.",
+}
+_LESS_MEMORY = (
+    "Use less memory: gradient_checkpointing, mixed_precision bf16, cache_latents, a lower train_batch_size or "
+    "resolution; or close what else uses the device."
+)
+
 Json = Annotated[bool, Parameter(name="json")]
 Modes = tuple[Literal["steady", "stable", "stable_no_threshoff", "gamble", "off"], ...]
 
@@ -41,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(arguments) or 0
     except CycloptsError as error:
         error.verbose = False
-        return _fail(str(error))
+        command = f" {arguments[0]}" if arguments[0] in _command_names() else ""
+        return _fail(f"{str(error).strip()} `maulstick{command} --help` shows what there is.")
     except MaulstickError as error:
         return _fail(str(error))
     except BrokenPipeError:
@@ -50,10 +68,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     except OSError as error:
         where = f"{error.filename}: " if error.filename else ""
-        return _fail(f"{where}{error.strerror or error}")
+        return _fail(f"{where}{error.strerror or error}. {_what_to_do(error)}")
+    except RuntimeError as error:
+        # torch is not imported here only to name its class.
+        if type(error).__name__ != "OutOfMemoryError":
+            raise
+        return _fail(f"{str(error).strip().splitlines()[0]} {_LESS_MEMORY}")
     except KeyboardInterrupt:
         print("maulstick: interrupted", file=sys.stderr)
         return 130
+
+
+def _command_names() -> list[str]:
+    return [name for name in build_app() if not name.startswith("-")]
+
+
+def _what_to_do(error: OSError) -> str:
+    return _ADVICE.get(error.errno or 0, "Look at that file or folder, or name another one.")
 
 
 def run() -> None:

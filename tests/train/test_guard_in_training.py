@@ -106,3 +106,19 @@ def test_flags_beside_a_preset_are_ignored_and_said_so():
 def test_flags_that_cannot_work_are_refused(arguments, message):
     with pytest.raises(OptionError, match=message):
         load_train_options([*BASE, *arguments])
+
+
+def test_the_loss_of_a_skipped_step_stays_out_of_the_average(make_run, tmp_path):
+    run = make_run(*UNET_ONLY)
+    run.prepare()
+    spoil_gradients_at(run, 0, math.nan)
+    spoil_gradients_at(run, 3, math.nan)
+    run.train()
+    steps = [event for event in read_events(tmp_path / "out" / "last.events.jsonl") if event["event"] == "step"]
+    losses = [step["loss/current"] for step in steps]
+    assert all(loss > 0 for loss in losses)
+    trained = [losses[place] for place in (1, 2, 4, 5)]
+    assert steps[0]["loss/average"] == "nan"
+    assert [steps[place]["loss/average"] for place in (2, 3, 5)] == pytest.approx(
+        [sum(trained[:2]) / 2, sum(trained[:2]) / 2, sum(trained) / 4]
+    )

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from maulstick.files_io import atomic_write, set_aside
-from maulstick.train.console import PlainConsole, StepLine
 from maulstick.train.events import EventLog, read_events
 from maulstick.train.interrupt import StopSignals
 from maulstick.train.seeds import derive_seed
@@ -94,10 +93,3 @@ def test_a_full_disk_loses_no_event(tmp_path):
     log.write("step", number=4)
     log.close()
     assert [event["number"] for event in read_events(tmp_path / "run.jsonl")] == [1, 2, 3, 4]
-
-
-def test_the_plain_console_shows_loss_norm_rate_skips_and_time(capsys):
-    console = PlainConsole(seconds_between_lines=0.0)
-    console.begin("training", 10)
-    console.advance(line=StepLine(0.12345, 0.5, 1e-4, 3))
-    assert capsys.readouterr().out.startswith("training 1/10  loss 0.1235  norm 0.5  lr 1.00e-04  skipped 3  ")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from maulstick.options.check import guard_config
 from maulstick.options.load import LoadedOptions
 from maulstick.train.console import QuietConsole
 from maulstick.train.loop import TrainingLoop
+from maulstick.train.memory import peak_memory
 from maulstick.train.prepare import Prepared
 from maulstick.train.run import TrainingRun
 
@@ -131,7 +131,7 @@ def _second_of_two(
         parts.after_update()
         _wait_for(device)
         seconds = time.perf_counter() - started
-    peak, memory_of = _peak(device)
+    peak, memory_of = peak_memory(device)
     return DryStep(seconds, batch.bucket, images, peak, memory_of, losses[0], without)
 
 
@@ -176,15 +176,3 @@ def _wait_for(device: torch.device) -> None:
 def _begin_peak(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-
-
-def _peak(device: torch.device) -> tuple[int | None, str]:
-    """Return the most memory that was in use, in bytes, and what was counted."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device), "GPU memory"
-    try:
-        import resource
-    except ImportError:
-        return None, "unknown on this system"
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit, "memory of the whole process"

@@ -17,6 +17,7 @@ from maulstick.guard import StepOutcome, guarded_step
 from maulstick.train.console import StepLine
 from maulstick.train.details import blocks_as_groups
 from maulstick.train.loop_parts import LoopParts, LoopState, Window
+from maulstick.train.memory import peak_memory
 from maulstick.train.objective import NoisyBatch, image_losses, make_noisy
 from maulstick.train.rescue import images_in, with_stand_ins
 from maulstick.train.seeds import derive_seed
@@ -263,9 +264,10 @@ class TrainingLoop:
                 f"the gradient was NaN or infinite in {outcome.verdict.consecutive_skips} steps in a row. The weights "
                 "are those before them; look for bad data, lower the learning rate, or train in bf16"
             )
-        if math.isfinite(loss):
+        if math.isfinite(loss) and not outcome.skipped:
+            # A skipped step's loss is in loss/current alone: one spike would lift the average for a hundred steps.
             state.recent_losses.append(loss)
-        average = sum(state.recent_losses) / max(1, len(state.recent_losses))
+        average = sum(state.recent_losses) / len(state.recent_losses) if state.recent_losses else math.nan
         rates = learning_rates(parts.optimizer)
         values = {
             "loss/current": loss,
@@ -284,8 +286,13 @@ class TrainingLoop:
         for alarm in outcome.alarms:
             parts.console.say(f"step {state.step}: {alarm}")
             parts.records.events.write("alarm", step=state.step, text=alarm)
-        rate = next(iter(rates.values()))
-        parts.console.advance(line=StepLine(average, outcome.verdict.norm, rate, state.skipped))
+        rate, verdict = next(iter(rates.values())), outcome.verdict
+        parts.console.advance(
+            line=StepLine(average, verdict.norm, verdict.threshold, rate, state.skipped, self._memory_in_use)
+        )
+
+    def _memory_in_use(self) -> int | None:
+        return peak_memory(self.parts.accelerator.device)[0]
 
     def _report_skip(self, window: Window, outcome: StepOutcome) -> None:
         images = [str(item.record.path) for batch, _ in window for item in batch.items]

@@ -292,9 +292,7 @@ class TrainingRun:
         loop = self._loop()
         with StopSignals() as signals:
             loop.parts.stop_requested = signals.requested
-            self.console.begin("training", loop.parts.total_steps)
-            if loop.state.step:
-                self.console.advance(loop.state.step)
+            self.console.begin("training", loop.parts.total_steps, loop.state.step)
             try:
                 state = loop.run()
                 self.console.end()
