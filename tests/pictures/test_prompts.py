@@ -50,15 +50,24 @@ def test_text_is_kept_as_it_is_written(line: str, text: str) -> None:
 
 
 @pytest.mark.parametrize("given_size, used", [("64", 64), ("70", 64), ("8", 64), ("519", 512), ("1024", 1024)])
-def test_sizes_are_cut_to_what_the_model_can_draw(given_size: str, used: int) -> None:
-    assert parse_prompt(f"a --w {given_size} --h {given_size}") == Prompt("a", width=used, height=used)
+def test_sizes_are_cut_to_what_the_model_can_draw_and_that_is_said(given_size: str, used: int) -> None:
+    prompt = parse_prompt(f"a --w {given_size} --h {given_size}").fitted(8)
+    assert (prompt.width, prompt.height) == (used, used)
+    said = "drawn as {}: sides are multiples of 8, 64 at least"
+    expected = [f"{side} {given_size} is {said.format(used)}" for side in ("width", "height")]
+    assert list(prompt.notes) == (expected if int(given_size) != used else [])
+
+
+def test_another_model_has_other_sizes_and_what_is_open_stays_open() -> None:
+    assert (parse_prompt("a --w 72").fitted(8).width, parse_prompt("a --w 72").fitted(16).width) == (72, 64)
+    assert parse_prompt("a").fitted(16) == Prompt("a")
 
 
 def test_embedded_guidance_is_read_and_reported_as_unused() -> None:
     prompt = parse_prompt("a cat --g 3.5 --s 4")
     assert prompt.steps == 4
-    assert "--g 3.5" in prompt.unused[0]
-    assert "--l" in prompt.unused[0]
+    assert "--g 3.5 is not used" in prompt.notes[0]
+    assert "--l" in prompt.notes[0]
 
 
 @pytest.mark.parametrize(

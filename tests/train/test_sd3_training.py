@@ -284,3 +284,16 @@ def test_pictures_are_those_of_diffusers_own_pipeline(tmp_path) -> None:
     size = {"num_inference_steps": 2, "guidance_scale": 5.0, "width": 64, "height": 64}
     (theirs,) = pipeline("a shape", negative_prompt="", latents=noise, **size).images
     assert np.abs(np.asarray(theirs).astype(int) - ours).max() <= 1
+
+
+def test_a_side_that_the_patches_do_not_divide_is_cut_and_said(tmp_path) -> None:
+    said: list[str] = []
+    options = GenerateOptions(
+        model=ModelOptions(pretrained_model_name_or_path=str(sd3_folder(with_t5=False))),
+        lora=LoraOptions(),
+        picture=PictureOptions(prompt=["a shape --w 72 --h 80"], steps=1),
+        output=OutputOptions(output_dir=tmp_path, device="cpu"),
+    )
+    (path,) = generate(options, say=said.append)
+    assert Image.open(path).size == (64, 80)
+    assert "width 72 is drawn as 64: sides are multiples of 16, 64 at least" in said

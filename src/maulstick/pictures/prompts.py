@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from maulstick.errors import OptionError, nearest_name_hint
 
@@ -13,8 +14,6 @@ DEFAULT_SIZE = 512
 DEFAULT_STEPS = 30
 DEFAULT_SCALE = 7.5
 
-# Whole denoising grids: the UNet halves the latent three times.
-_SIZE_MULTIPLE = 8
 _SMALLEST_SIZE = 64
 _OPTION = re.compile(r"\s--(?=\S)")
 
@@ -34,7 +33,7 @@ class Prompt:
         scale: classifier-free guidance; at 1 and below the negative prompt plays no part.
         steps: denoising steps.
         sampler: name of the sampler.
-        unused: options that were read and have no meaning for Stable Diffusion, with the reason.
+        notes: what was asked for and will not be so, one sentence each.
     """
 
     text: str
@@ -45,12 +44,30 @@ class Prompt:
     scale: float | None = None
     steps: int | None = None
     sampler: str | None = None
-    unused: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def completed(self, defaults: Prompt) -> Prompt:
         """Return the prompt with everything that it leaves open taken from ``defaults``."""
         open_fields = ("negative", "width", "height", "seed", "scale", "steps", "sampler")
         return replace(self, **{name: getattr(defaults, name) for name in open_fields if getattr(self, name) is None})
+
+    def fitted(self, multiple: int) -> Prompt:
+        """Return the prompt with sides that a model can draw: whole multiples of ``multiple`` pixels, from 64 on.
+
+        They are cut, as sd-scripts does, and ``notes`` say so.
+        """
+        sides: dict[str, Any] = {}
+        notes = list(self.notes)
+        for name in ("width", "height"):
+            given: int | None = getattr(self, name)
+            if given is None:
+                continue
+            side = max(_SMALLEST_SIZE, given // multiple * multiple)
+            if side != given:
+                rule = f"sides are multiples of {multiple}, {_SMALLEST_SIZE} at least"
+                notes.append(f"{name} {given} is drawn as {side}: {rule}")
+                sides[name] = side
+        return replace(self, **sides, notes=tuple(notes))
 
 
 def parse_prompt(line: str, *, where: str = "") -> Prompt:
@@ -133,10 +150,9 @@ def _prefix(where: str) -> str:
 
 
 def _size(value: str) -> int:
-    """Sizes are cut to whole multiples of 8 and not below 64, as sd-scripts does."""
     if not value.isdecimal() or int(value) == 0:
         raise ValueError("a size in pixels")
-    return max(_SMALLEST_SIZE, int(value) // _SIZE_MULTIPLE * _SIZE_MULTIPLE)
+    return int(value)
 
 
 def _whole(value: str, what: str, smallest: int) -> int:
@@ -159,8 +175,8 @@ def _sampler(value: str) -> str:
 
 
 def _embedded_guidance(prompt: Prompt, value: str) -> Prompt:
-    note = f"--g {_number(value):g}: guidance that is an input of the model; Stable Diffusion has none, use --l"
-    return replace(prompt, unused=(*prompt.unused, note))
+    note = f"--g {_number(value):g} is not used: in Stable Diffusion guidance is no input of the model; use --l"
+    return replace(prompt, notes=(*prompt.notes, note))
 
 
 _READERS: dict[str, Callable[[Prompt, str], Prompt]] = {

@@ -13,6 +13,7 @@ import torch
 from maulstick.adapters.block_presets import read_presets
 from maulstick.adapters.block_weights import BlockLayout, block_list
 from maulstick.errors import OptionError
+from maulstick.families.base import Family
 from maulstick.families.load import load_family
 from maulstick.options.generate import GenerateOptions, OutputOptions, PictureOptions, Sampler
 from maulstick.pictures.drawing import Picture, draw_pictures, refuse_samplers
@@ -68,10 +69,9 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
     image = apply_ip_adapter(family, options.ip_adapter)
     if image is not None:
         say(f"{options.ip_adapter.ip_adapter} at {image[1].scale:g}, looking at {image[1].image}")
-    jobs = _complete(prompts, options.picture, family.native_size)
-    for prompt in prompts:
-        for unused in prompt.unused:
-            say(f"not used: {unused}")
+    jobs = _complete(prompts, options.picture, family)
+    for note in dict.fromkeys(note for job in jobs for note in job.notes):
+        say(note)
     facts = PictureFacts(
         model=Path(options.model.pretrained_model_name_or_path or "").stem,
         precision=precision,
@@ -113,9 +113,9 @@ def _collect_prompts(options: PictureOptions) -> list[Prompt]:
     return prompts
 
 
-def _complete(prompts: Sequence[Prompt], options: PictureOptions, native_size: int) -> list[Prompt]:
+def _complete(prompts: Sequence[Prompt], options: PictureOptions, family: Family) -> list[Prompt]:
     """Fill in what the prompts leave open, and repeat each with the seeds of its pictures."""
-    usual = default_prompt(native_size)
+    usual = default_prompt(family.native_size)
     given = parse_prompt(f"--w {options.width or usual.width} --h {options.height or usual.height}", where="--width")
     first_seed = random.randint(0, _LARGEST_SEED) if options.seed is None else options.seed
     defaults = replace(
@@ -126,7 +126,7 @@ def _complete(prompts: Sequence[Prompt], options: PictureOptions, native_size: i
         steps=options.steps,
         sampler=options.sampler,
     )
-    whole = [prompt.completed(defaults) for prompt in prompts]
+    whole = [prompt.completed(defaults).fitted(family.size_multiple) for prompt in prompts]
     return [
         replace(prompt, seed=(prompt.seed or 0) + number)
         for prompt in whole

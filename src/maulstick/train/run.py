@@ -139,6 +139,7 @@ class TrainingRun:
             seed=seed,
         )
         refuse_samplers(prepared.family, [prompt.sampler for prompt in self._prompts])
+        self._prompts = [prompt.fitted(prepared.family.size_multiple) for prompt in self._prompts]
         run = self.options.run
         uses_states = bool(run.resume or run.save_state or run.save_state_on_train_end)
         facts = run_facts(prepared, self.accelerator.num_processes) if uses_states else {}
@@ -151,7 +152,8 @@ class TrainingRun:
         # Only now is it sure that there will be a run: a misspelt option must not move an earlier log aside.
         guard = GradientGuard(guard_config(self.options)[0])
         self.records.open(guard, None if sets_counters(start, run) else start.facts.get("records"))
-        self._announce(prepared, [*start.notes, *changes])
+        about_samples = [f"sample_prompts: {note}" for prompt in self._prompts for note in prompt.notes]
+        self._announce(prepared, [*start.notes, *changes, *dict.fromkeys(about_samples)])
         latents = self._sources.latents(prepared)
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
