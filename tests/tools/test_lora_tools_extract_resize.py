@@ -101,7 +101,7 @@ def test_the_stated_error_is_the_error_and_near_the_best(tuned):
 
 def test_modules_blocks_and_ranks_that_are_asked_for(tuned):
     base, other = open_checkpoint(model_folder()), open_checkpoint(tuned["folder"])
-    ranks = parse_block_ranks("IN04=1, OUT11=0", base.family)
+    ranks = parse_block_ranks("IN04=1, OUT11=0", base)
     found = extract_lora(base, other, ExtractChoice(rank=3, block_ranks=ranks, unet_only=True))
     modules = found.approximation.modules
     assert len(modules) == 192 - 12
@@ -181,9 +181,9 @@ def test_extract_refuses_what_cannot_be_compared(tuned, tmp_path, capsys):
     with pytest.raises(ModelError, match=r"is Stable Diffusion 1\.x, .* is Stable Diffusion 2\.x"):
         extract_lora(open_checkpoint(model_folder()), open_checkpoint(model_folder("sd2")), ExtractChoice())
     with pytest.raises(OptionError, match=r"no block 'IN4'\. Did you mean 'IN04'"):
-        parse_block_ranks("IN4=2", open_checkpoint(model_folder()).family)
+        parse_block_ranks("IN4=2", open_checkpoint(model_folder()))
     with pytest.raises(OptionError, match="MID=x: expected BLOCK=RANK, such as MID=16"):
-        parse_block_ranks("MID=x", open_checkpoint(model_folder()).family)
+        parse_block_ranks("MID=x", open_checkpoint(model_folder()))
     for option, words in (
         ({"rank": 0}, "--rank is 0"),
         ({"energy": 2.0}, "--energy is 2"),

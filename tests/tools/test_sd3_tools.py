@@ -16,7 +16,7 @@ from maulstick.options.schema import ModelOptions
 from maulstick.tools.apply_lora import apply_loras
 from maulstick.tools.checkpoint import open_checkpoint
 from maulstick.tools.convert import convert_lora
-from maulstick.tools.extract import ExtractChoice, extract_lora
+from maulstick.tools.extract import ExtractChoice, extract_lora, parse_block_ranks
 from maulstick.tools.inspect_lora import inspect_file
 from maulstick.tools.lora_choice import LoraChoice, parse_lora_choice
 from maulstick.tools.merge_checkpoint import merge_into_checkpoint, plan_merge
@@ -119,6 +119,29 @@ def test_inspect_counts_by_joint_block(lora: Path) -> None:
 def test_what_is_not_there_for_sd3_is_refused(lora: Path) -> None:
     with pytest.raises(OptionError, match="lbw"):
         apply_loras(load(sd3_folder(with_t5=False)), [parse_lora_choice(f"{lora}:lbw=OUTALL")])
-    base = open_checkpoint(sd3_file())
-    with pytest.raises(ModelError, match="cannot be extracted from its checkpoints yet"):
-        extract_lora(base, base, ExtractChoice())
+
+
+@pytest.mark.parametrize("form", ["folder", "file", "mixed"])
+def test_a_merged_lora_is_found_again(lora: Path, tmp_path: Path, form: str) -> None:
+    base = sd3_file() if form == "file" else sd3_folder(with_t5=False)
+    merged_base = sd3_folder(with_t5=False) if form == "folder" else sd3_file()
+    tuned = merge(merged_base, tmp_path / ("tuned" if form == "folder" else "tuned.safetensors"), lora, 1.0)
+    found = extract_lora(open_checkpoint(base), open_checkpoint(tuned), ExtractChoice(rank=3)).approximation.modules
+    exact = {name: delta_weight(module) for name, module in read_adapter(lora).modules.items()}
+    # Text encoders are written whole: the rest of their modules change nothing.
+    extra = {name: weights for name, weights in found.items() if name not in exact}
+    assert all(name.startswith(("lora_te1_", "lora_te2_")) and not weights.up.any() for name, weights in extra.items())
+    assert exact.keys() <= found.keys()
+    for name, delta in exact.items():
+        torch.testing.assert_close(delta_weight(found[name]), delta, rtol=1e-2, atol=1e-2 * float(delta.abs().max()))
+
+
+def test_extracted_ranks_by_joint_block(lora: Path, tmp_path: Path) -> None:
+    base = open_checkpoint(sd3_folder(with_t5=False))
+    tuned = open_checkpoint(merge(sd3_folder(with_t5=False), tmp_path / "tuned", lora, 1.0))
+    choice = ExtractChoice(rank=2, unet_only=True, block_ranks=parse_block_ranks("1=1, joint 02=0", base))
+    found = extract_lora(base, tuned, choice)
+    ranks = {block.block: (block.modules, block.ranks) for block in found.approximation.blocks if block.modules}
+    assert ranks == {"joint 00": (12, (2,)), "joint 01": (10, (1,))}
+    with pytest.raises(OptionError, match=r"no block 'joint 03'.*Blocks: joint 00, joint 01, joint 02"):
+        parse_block_ranks("3=1", base)

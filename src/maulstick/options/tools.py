@@ -69,7 +69,7 @@ class ExtractOptions:
     energy: float | None = None
     """Keep the smallest rank that holds this share (0 to 1) of a module's squared difference."""
     block_ranks: str | None = None
-    """Ranks of single blocks instead of --rank, such as "IN04=32,MID=8,OUT11=0" (0: no LoRA there)."""
+    """Ranks of single blocks instead of --rank, such as "IN04=32,MID=8,OUT11=0" (0: no LoRA there); SD3: "7=32"."""
     iterations: int = 2
     """Subspace iterations of the randomised SVD: with 2 the error is within 1 % of the best; more come nearer."""
     min_difference: float = 0.0

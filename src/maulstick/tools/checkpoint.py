@@ -9,14 +9,21 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from maulstick.adapters.joint_layout import separated_module
-from maulstick.adapters.joint_names import DENOISER_PREFIX, DIFFUSERS_PREFIX, TRANSFORMER, JointKeyNames
+from maulstick.adapters.joint_layout import has_swapped_rows, separated_module, swapped_halves
+from maulstick.adapters.joint_names import (
+    DENOISER_PREFIX,
+    DIFFUSERS_PREFIX,
+    TRANSFORMER,
+    JointKeyNames,
+    place_in_joined,
+)
 from maulstick.adapters.key_names import from_original_layout
 from maulstick.adapters.lora_family import FAMILIES, LoraFamily
 from maulstick.adapters.module_kinds import AdapterModule, exact_factors
@@ -116,16 +123,39 @@ class Checkpoint:
         """Number formats of the weights that LoRA modules change."""
         return tuple(source.specs[name].dtype for source, name, _ in self.places.values())
 
+    @cached_property
+    def modules(self) -> Mapping[str, tuple[str, ...]]:
+        """Names of modules in LoRA files -> the names in ``places`` whose weights, row by row, are what each changes.
+
+        Several where this layout has more than one tensor in the place of a single weight.
+        """
+        parts: dict[str, dict[int, str]] = {}
+        for name in self.places:
+            found = place_in_joined(name) if name.startswith(DIFFUSERS_PREFIX) else None
+            module, place = (name, 0) if found is None else (found.name, found.place)
+            parts.setdefault(module, {})[place] = name
+        return {module: tuple(name for _, name in sorted(found.items())) for module, found in parts.items()}
+
     def module_shape(self, module: str) -> tuple[int, ...]:
-        """Shape of the weight that a LoRA module changes."""
-        source, name, part = self.places[module]
-        shape = source.specs[name].shape
-        return (shape[0] // part.of, *shape[1:])
+        """Shape of the weight that a LoRA module (one of ``modules``) changes."""
+        shapes = []
+        for place in self.modules[module]:
+            source, name, part = self.places[place]
+            rows, *rest = source.specs[name].shape
+            shapes.append((rows // part.of, *rest))
+        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
 
     def read_module(self, module: str) -> Tensor:
-        """The weight that a LoRA module changes."""
-        source, name, part = self.places[module]
-        return part.rows(source.read(name))
+        """The weight that a LoRA module (one of ``modules``) changes, with the rows as LoRA files have them."""
+        found = []
+        for place in self.modules[module]:
+            source, name, part = self.places[place]
+            found.append(part.rows(source.read(name)))
+        weight = found[0] if len(found) == 1 else torch.cat(found)
+        in_diffusers_order = module not in self.places
+        return (
+            swapped_halves(weight) if in_diffusers_order and has_swapped_rows(module, tuple(weight.shape)) else weight
+        )
 
     def pieces(self, name: str, module: AdapterModule) -> dict[str, AdapterModule]:
         """The module ``name`` as what it changes here, by the names in ``places``: one, or one for each of the tensors

@@ -12,7 +12,7 @@ from zlib import crc32
 import torch
 
 from maulstick.adapters.factors import LoraWeights
-from maulstick.adapters.lora_family import LoraFamily, block_label, component_of
+from maulstick.adapters.lora_family import LoraFamily, block_label, block_labels, component_of
 from maulstick.errors import ModelError, OptionError, nearest_name_hint
 from maulstick.tools.approximation import Approximation, Squares
 from maulstick.tools.checkpoint import Checkpoint
@@ -21,8 +21,9 @@ from maulstick.tools.parallel import map_modules
 from maulstick.train.console import QuietConsole, RunConsole
 
 # The modules that a LoRA usually has: all inside transformers; with convolutions also residual blocks and samplers.
-_IN_TRANSFORMERS = re.compile(r"lora_unet_.*_attentions_\d+_")
+_IN_TRANSFORMERS = re.compile(r"lora_unet_(.*_attentions|joint_blocks)_\d+_")
 _IN_RESIDUAL_BLOCKS = re.compile(r"lora_unet_.*_(resnets_\d+_|(down|up)samplers_0_)")
+_TRAINED_PARTS = ("model.diffusion_model.", "cond_stage_model.", "conditioner.", "text_encoders.")
 _IN_TEXT_ENCODERS = re.compile(r"lora_te\d?_.*_(self_attn_(q|k|v|out)_proj|mlp_fc[12])$")
 
 
@@ -84,18 +85,19 @@ class Extracted:
     outside: float | None
 
 
-def parse_block_ranks(text: str | None, family: LoraFamily) -> dict[str, int] | None:
-    """Read ``"IN04=32,MID=8"`` for a family's block names.
+def parse_block_ranks(text: str | None, base: Checkpoint) -> dict[str, int] | None:
+    """Read ``"IN04=32,MID=8"`` for the names of a checkpoint's blocks; ``"7=32"`` means SD3's joint block 7.
 
     Raises:
         OptionError: an unknown block, or a rank that is no whole number of 0 or more.
     """
     if text is None:
         return None
-    names = () if family.blocks is None else family.blocks.names
+    names = [label for label in block_labels(base.family, base.modules) if label != "other" and label[:2] != "TE"]
     ranks: dict[str, int] = {}
     for item in text.split(","):
         name, _, value = (part.strip() for part in item.partition("="))
+        name = f"joint {int(name):02}" if name.isdecimal() and base.family.blocks is None else name
         if name not in names:
             hint = nearest_name_hint(name, names)
             raise OptionError(f"--block_ranks: there is no block '{name}'.{hint} Blocks: {', '.join(names)}.")
@@ -118,7 +120,7 @@ def extract_lora(
     """
     _refuse_different_models(base, tuned)
     console = console or QuietConsole()
-    common = [name for name in base.places if name in tuned.places]
+    common = [name for name in base.modules if name in tuned.modules]
     console.begin("Extracting", len(common))
     squares = Squares(base.family)
     modules: dict[str, LoraWeights] = {}
@@ -158,10 +160,8 @@ def _refuse_different_models(base: Checkpoint, tuned: Checkpoint) -> None:
             f"{base.path} is {base.family.name}, {tuned.path} is {tuned.family.name}; a LoRA is the difference of two "
             "models of one family."
         )
-    if base.family.kind == "sd3":
-        raise ModelError(f"{base.path} is {base.family.name}; LoRA cannot be extracted from its checkpoints yet.")
-    for name in base.places:
-        if name in tuned.places and base.module_shape(name) != tuned.module_shape(name):
+    for name in base.modules:
+        if name in tuned.modules and base.module_shape(name) != tuned.module_shape(name):
             raise ModelError(
                 f"'{name}' has shape {list(base.module_shape(name))} in {base.path} and "
                 f"{list(tuned.module_shape(name))} in {tuned.path}; they are different models."
@@ -217,4 +217,4 @@ def _vector_differences(base: Checkpoint, tuned: Checkpoint) -> float:
 
 def _is_trained(component: str, name: str) -> bool:
     """Whether a tensor belongs to UNet or text encoders; in folders the component has said so."""
-    return component != "" or name.startswith(("model.diffusion_model.", "cond_stage_model.", "conditioner."))
+    return component != "" or name.startswith(_TRAINED_PARTS)
