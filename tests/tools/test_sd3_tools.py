@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from maulstick.adapters.factors import delta_weight
-from maulstick.adapters.read_formats import read_adapter
+from maulstick.adapters.read_formats import plain_modules, read_adapter
 from maulstick.adapters.write_formats import save_layout
+from maulstick.cli import main
 from maulstick.errors import ModelError, OptionError
 from maulstick.families.load import load_family
 from maulstick.options.schema import ModelOptions
@@ -126,7 +127,11 @@ def test_a_merged_lora_is_found_again(lora: Path, tmp_path: Path, form: str) -> 
     base = sd3_file() if form == "file" else sd3_folder(with_t5=False)
     merged_base = sd3_folder(with_t5=False) if form == "folder" else sd3_file()
     tuned = merge(merged_base, tmp_path / ("tuned" if form == "folder" else "tuned.safetensors"), lora, 1.0)
-    found = extract_lora(open_checkpoint(base), open_checkpoint(tuned), ExtractChoice(rank=3)).approximation.modules
+    output = tmp_path / "found.safetensors"
+    assert main(["extract", str(base), str(tuned), "--rank", "3", "--output", str(output)]) == 0
+    file = read_adapter(output)
+    assert (file.family.kind, file.metadata["ss_network_module"]) == ("sd3", "networks.lora_sd3")
+    found = plain_modules(file)
     exact = {name: delta_weight(module) for name, module in read_adapter(lora).modules.items()}
     # Text encoders are written whole: the rest of their modules change nothing.
     extra = {name: weights for name, weights in found.items() if name not in exact}

@@ -102,7 +102,7 @@ def network_entries(modules: Mapping[str, LoraWeights], family: LoraFamily) -> d
     ranks = {weights.rank for weights in modules.values()}
     alphas = {float(weights.rank) if weights.alpha is None else weights.alpha for weights in modules.values()}
     entries = {
-        "ss_network_module": "networks.lora",
+        "ss_network_module": "networks.lora_sd3" if family.kind == "sd3" else "networks.lora",
         "ss_network_dim": str(ranks.pop()) if len(ranks) == 1 else "Dynamic",
         "ss_network_alpha": str(alphas.pop()) if len(alphas) == 1 else "Dynamic",
     }
