@@ -196,6 +196,10 @@ def test_what_cannot_be_used_is_refused(path: Any, options: dict[str, Any], said
         load(path(), **files)
 
 
+def test_the_clip_skip_that_kohya_ss_writes_into_every_file_counts_as_not_given() -> None:
+    assert load(sd3_folder(), clip_skip=1).text_identity == load(sd3_folder()).text_identity
+
+
 @pytest.mark.parametrize(
     ("names", "said"),
     [

@@ -181,11 +181,12 @@ def test_other_families_are_told_nothing_about_sizes() -> None:
     assert load(model_folder()).image_conditioning([Framing.whole(64, 64)]) == {}
 
 
-@pytest.mark.parametrize("clip_skip", [1, 3])
-def test_another_layer_is_refused_and_its_own_is_not(clip_skip: int) -> None:
-    with pytest.raises(OptionError, match=f"clip_skip {clip_skip}: SDXL always takes .* Leave clip_skip out"):
-        load(sdxl_folder(), clip_skip=clip_skip)
-    assert load(sdxl_folder(), clip_skip=2).text_identity == load(sdxl_folder()).text_identity
+def test_another_layer_is_refused_and_its_own_is_not() -> None:
+    with pytest.raises(OptionError, match=r"clip_skip 3: SDXL always takes .* Leave clip_skip out"):
+        load(sdxl_folder(), clip_skip=3)
+    # kohya_ss writes 1 into every file.
+    for clip_skip in (1, 2):
+        assert load(sdxl_folder(), clip_skip=clip_skip).text_identity == load(sdxl_folder()).text_identity
 
 
 # --- images -----------------------------------------------------------------------------------------------------------

@@ -69,6 +69,20 @@ def test_arguments_are_python_values():
     }
 
 
+def test_adafactor_takes_the_arguments_of_the_usual_presets():
+    """The first step of Adafactor is the gradient by its root mean square of rows and columns: for equal ones 1."""
+    usual = ["scale_parameter=False", "relative_step=False", "warmup_init=False"]
+    for arguments, moved in ((usual, 4e-4), ([], 4e-4 * 2)):
+        [group] = [RateGroup("unet", 4e-4, [torch.nn.Parameter(torch.full((8, 4), 2.0))])]
+        optimizer = build_optimizer("AdaFactor", arguments, [group])
+        group.parameters[0].grad = torch.full((8, 4), 3.0)
+        optimizer.step()
+        # Without scale_parameter=False the rate is multiplied by the weight's root mean square, here 2.
+        assert 2 - group.parameters[0][0, 0].item() == pytest.approx(moved, rel=1e-3)
+    with pytest.raises(OptionError, match=r"Adafactor refused its arguments: .*relative_step=True"):
+        build_optimizer("Adafactor", ["relative_step=True"], two_groups(1e-3, 1e-3))
+
+
 def test_arguments_reach_the_optimizer():
     optimizer = build_optimizer("adamw", ["weight_decay=0.25", "betas=(0.8,0.9)"], two_groups(1e-3, 1e-4))
     assert [(g["weight_decay"], g["betas"], g["lr"]) for g in optimizer.param_groups] == [

@@ -85,6 +85,14 @@ def test_rates_are_judged_by_what_the_optimizer_does_with_them(prepared_with, op
         assert "learning_rate" in found[code].advice
 
 
+def test_adafactor_without_scaling_is_judged_by_the_rate_as_it_is(prepared_with):
+    as_given = ("--optimizer_type", "Adafactor", "--optimizer_args", "scale_parameter=False")
+    _, prepared = prepared_with("--network_train_unet_only", *as_given, "--learning_rate", "4e-4")
+    assert found_by_checks(prepared) == {}
+    _, prepared = prepared_with("--network_train_unet_only", *as_given, "--learning_rate", "0.1")
+    assert list(found_by_checks(prepared)) == ["learning_rate_too_high"]
+
+
 def test_a_block_whose_rate_is_too_high_is_named(prepared_with):
     _, prepared = prepared_with(
         "--network_train_unet_only", "--up_lr_weight", "0,0,0,1,1,1,1,1,1,1,1,50", version="sd1"

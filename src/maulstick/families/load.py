@@ -108,7 +108,9 @@ def _open_sd3(found: Path | WeightFile, options: ModelOptions) -> ModelSource:
     from maulstick.families.sd3_source import open_sd3
 
     path = found if isinstance(found, Path) else found.path
-    given = next((name for name in _UNET_OPTIONS if getattr(options, name)), None)
+    # kohya_ss writes clip_skip = 1 into every file, whatever the model.
+    asked = options if options.clip_skip != 1 else replace(options, clip_skip=None)
+    given = next((name for name in _UNET_OPTIONS if getattr(asked, name)), None)
     if given is not None:
         raise OptionError(
             f"{given} = {getattr(options, given)}: it means nothing for SD3 ({path}), which predicts a flow and takes "

@@ -36,7 +36,7 @@ class StableDiffusionXL(UnetFamily):
     is what caption dropout teaches, so nothing is set to zero (diffusers' ``force_zeros_for_empty_prompt``).
 
     Raises:
-        OptionError: ``clip_skip`` names another layer than the one that SDXL takes in any case.
+        OptionError: ``clip_skip`` names another layer than the one that SDXL takes in any case; 1 counts as not given.
     """
 
     name = "SDXL"
@@ -47,7 +47,8 @@ class StableDiffusionXL(UnetFamily):
     key_names = SDXL_KEY_NAMES
 
     def __init__(self, source: ModelSource, setup: UnetSetup) -> None:
-        if setup.clip_skip not in (None, _LAYER):
+        # kohya_ss writes clip_skip = 1 into every file, whatever the model; sd-scripts ignores it for SDXL.
+        if setup.clip_skip not in (None, 1, _LAYER):
             raise OptionError(
                 f"clip_skip {setup.clip_skip}: SDXL always takes the text states one layer before the last, which is "
                 "clip_skip 2 (sd-scripts ignores the option). Leave clip_skip out."

@@ -271,13 +271,14 @@ _RESCUE_OPTIONS = frozenset(option.name for option in fields(RescueOptions))
 _AUTOPSY_OPTIONS = frozenset(option.name for option in fields(AutopsyOptions))
 _IP_ADAPTER_OPTIONS = frozenset(option.name for option in fields(IpAdapterOptions)) - {"conditioning_data_dir"}
 DIFFERENCES: Mapping[str, str] = {
+    "clip_skip": "SDXL and SD3 take a layer of their own: 1 counts as not given there, another layer is refused",
     "network_module": "networks.lora is the default for all models; networks.lora_sd3 for SD3 is the same",
     "network_dim": "default 4, as sd-scripts takes when none is given",
     "learning_rate": "default 1e-4 (sd-scripts: 2e-6)",
     "caption_extension": "default .txt (sd-scripts: .caption); .txt and .caption are both found anyway",
     "resolution": "default 512 (sd-scripts has none)",
     "output_name": "default last",
-    "optimizer_type": "default AdamW",
+    "optimizer_type": "default AdamW; Adafactor takes the rate that is given (relative_step=False)",
     "sample_sampler": "default euler (sd-scripts: ddim)",
     "lr_scheduler": "without adafactor and those that follow the loss; with rex",
     "lr_warmup_skip_zero": "start the warm-up above 0",

@@ -38,8 +38,11 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
     "SGDNesterov": OptimizerInfo(
         "torch.optim.SGD", "gradient descent with Nesterov momentum", defaults={"nesterov": True, "momentum": 0.9}
     ),
+    # The class that sd-scripts takes too: torch's always scales by the weight's size, and presets turn that off.
     "Adafactor": OptimizerInfo(
-        "torch.optim.Adafactor", "Adam with a factored second moment: little memory, at the learning rate given"
+        "transformers.optimization.Adafactor",
+        "Adam with a factored second moment: little memory, at the learning rate given",
+        defaults={"relative_step": False},
     ),
     "Lion": OptimizerInfo("pytorch_optimizer.Lion", "sign of the momentum; a third of AdamW's rate", extra="optim"),
     "CAME": OptimizerInfo("pytorch_optimizer.CAME", "confidence-guided Adafactor", extra="optim"),

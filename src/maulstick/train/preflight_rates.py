@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from maulstick.data.findings import Finding, Severity
 from maulstick.errors import OptionError
+from maulstick.options.values import parse_arguments
 from maulstick.train.optim import resolve_optimizer
 from maulstick.train.prepare import Prepared
 from maulstick.train.schedule_glance import schedule_glance
@@ -42,9 +43,9 @@ _ADAFACTOR = UsualRates(
     1e-3,
     1.0,
     "1e-2 to 1e-1",
-    # torch.optim.Adafactor: step = rate * max(eps2, RMS of the weight); up factors start at zero, so eps2 counts.
-    why_low="torch's Adafactor multiplies the rate by the weight's own size, which is 0.001 for a LoRA that starts at "
-    "zero: a thousandth of the rate is what a step moves.",
+    # With scale_parameter: step = rate * max(eps[1], RMS of the weight); up factors start at zero, so eps[1] counts.
+    why_low="Adafactor multiplies the rate by the weight's own size, which is 0.001 for a LoRA that starts at zero: a "
+    "thousandth of the rate is what a step moves. optimizer_args scale_parameter=False takes the rate as it is.",
     moves_by_rate=False,
 )
 _FINDS_ITS_OWN = UsualRates(
@@ -89,6 +90,9 @@ def usual_rates(prepared: Prepared) -> tuple[str, UsualRates | None]:
         name, _ = resolve_optimizer(prepared.options.optimizer.optimizer_type)
     except OptionError:
         return prepared.options.optimizer.optimizer_type, None
+    arguments = parse_arguments(prepared.options.optimizer.optimizer_args, "optimizer_args")
+    if name == "Adafactor" and arguments.get("scale_parameter") is False:
+        return name, _ADAM
     return name, USUAL_RATES.get(name)
 
 
