@@ -191,7 +191,9 @@ def test_harmless_combinations_pass_without_a_word(load: Load, arguments: list[s
             ["--dim_from_weights", "--network_weights", "w", "--block_dims", "4"],
             "block_dims has no effect with dim_from_weights: ranks and alphas come from network_weights.",
         ),
-        (["--logging_dir", "logs", "--log_with", "wandb"], "logging_dir has no effect with log_with = wandb."),
+        (["--log_prefix", "a_", "--log_with", "wandb"], "log_prefix has no effect without TensorBoard."),
+        (["--wandb_run_name", "a"], "wandb_run_name has no effect without W&B."),
+        (["--log_tracker_name", "a"], "log_tracker_name has no effect without log_with."),
         (
             ["--learning_rate", "1e-3", "--unet_lr", "1e-4", "--text_encoder_lr", "1e-5"],
             "learning_rate has no effect: every part that is trained has a rate of its own.",

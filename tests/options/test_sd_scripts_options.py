@@ -84,9 +84,6 @@ def other_value(entry: NoEffect | Refused) -> object:
 
 NEEDED: dict[str, dict[str, object]] = {
     "noise_offset_random_strength": {"noise_offset": 0.1},
-    "log_prefix": {"logging_dir": Path("logs")},
-    "log_tracker_name": {"log_with": "tensorboard"},
-    "log_tracker_config": {"log_with": "all"},
     "wandb_api_key": {"log_with": "wandb"},
 }
 """What must be set for a conditional refusal."""
@@ -269,7 +266,6 @@ def test_a_file_of_kohya_ss_loads_unchanged(tmp_path: Path) -> None:
         "epoch",
         "noise_offset_type",
         "persistent_data_loader_workers",
-        "wandb_run_name",
         "xformers",
     ]
     assert others == [
@@ -277,5 +273,6 @@ def test_a_file_of_kohya_ss_loads_unchanged(tmp_path: Path) -> None:
         "sample_at_first.",
         "lr_scheduler_num_cycles has no effect with cosine; it is for cosine_with_restarts, cosine_with_min_lr, "
         "warmup_stable_decay.",
+        "wandb_run_name has no effect without W&B.",
         "learning_rate has no effect: every part that is trained has a rate of its own.",
     ]

@@ -18,6 +18,7 @@ from maulstick.train.alarms import LOGIT, RATES, WEIGHT_NORM, AlarmWatcher, larg
 from maulstick.train.attention_logits import LogitMeter
 from maulstick.train.events import read_events
 from maulstick.train.gradient_seen import behind_layer
+from maulstick.train.trackers import Trackers
 from maulstick.train.watchers import WindowDone
 
 STEPS = ("--max_train_steps", "8", "--train_batch_size", "1")
@@ -149,7 +150,7 @@ def stub_loop(dtype=torch.float16, total=2000):
         parts=SimpleNamespace(
             named_parameters=[],
             optimizer=torch.optim.SGD([parameter], lr=1e-2),
-            records=SimpleNamespace(events=Events(), trackers=[]),
+            records=SimpleNamespace(events=Events(), trackers=Trackers()),
             console=SimpleNamespace(say=lambda text: None),
             family=family,
             options=options,

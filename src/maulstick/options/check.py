@@ -13,6 +13,7 @@ from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.blocks import BLOCK_RANKS, PART_WEIGHTS, check_blocks
 from maulstick.options.dataset_config import parse_resolution
 from maulstick.options.ip_adapter import check_ip_adapter
+from maulstick.options.log_schema import LogOptions
 from maulstick.options.network_types import check_network_type
 from maulstick.options.objective import check_objective, objective_leftovers
 from maulstick.options.ranges import check_ranges
@@ -286,8 +287,7 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         yield from _no_effect(ranks, "with dim_from_weights: ranks and alphas come from network_weights")
     elif network.network_alpha == 0:
         yield f"network_alpha = 0 means network_alpha = network_dim ({network.network_dim}), as in sd-scripts."
-    if options.log.log_with == "wandb":
-        yield from _no_effect(set_otherwise("logging_dir"), "with log_with = wandb")
+    yield from _log_leftovers(options.log, set_otherwise)
     unet_has_rate = optimizer.unet_lr is not None or network.network_train_text_encoder_only
     text_has_rate = states_all_text_encoder_rates(optimizer) or network.network_train_unet_only
     if "learning_rate" in given and unet_has_rate and text_has_rate:
@@ -309,6 +309,15 @@ def _data_leftovers(data: DatasetOptions, set_otherwise: Callable[..., list[str]
         yield from _no_effect(buckets, "without enable_bucket")
     if data.reg_data_dir is None:
         yield from _no_effect(set_otherwise("prior_loss_weight"), "without reg_data_dir")
+
+
+def _log_leftovers(log: LogOptions, set_otherwise: Callable[..., list[str]]) -> Iterator[str]:
+    if log.log_with is None:
+        yield from _no_effect(set_otherwise("log_tracker_name", "log_tracker_config"), "without log_with")
+    if log.log_with not in ("tensorboard", "all"):
+        yield from _no_effect(set_otherwise("log_prefix"), "without TensorBoard")
+    if log.log_with not in ("wandb", "all"):
+        yield from _no_effect(set_otherwise("wandb_run_name"), "without W&B")
 
 
 def _no_effect(names: list[str], missing: str) -> Iterator[str]:

@@ -14,6 +14,7 @@ from cyclopts import Parameter
 from maulstick.options import groups
 from maulstick.options.dataset_schema import DatasetOptions
 from maulstick.options.ip_adapter_schema import IpAdapterOptions
+from maulstick.options.log_schema import LogOptions
 from maulstick.options.objective_schema import ObjectiveOptions
 
 Precision = Literal["no", "fp16", "bf16"]
@@ -287,21 +288,6 @@ class SampleOptions:
     """Sampler for the sample images."""
 
 
-@Parameter(name="*", group=groups.LOG)
-@dataclass(frozen=True, kw_only=True)
-class LogOptions:
-    logging_dir: Path | None = None
-    """Folder for TensorBoard files; without it they go into output_dir/logs."""
-    log_with: Literal["tensorboard", "wandb", "all"] | None = None
-    """Also send values to these trackers; the JSONL log in output_dir is always written."""
-    log_details_every_n_steps: int = 50
-    """Log norms by block and the loss by timestep every so many steps; 0 never does."""
-    report: Annotated[bool, Parameter(negative="--no-report")] = True
-    """Write output_dir/NAME.report.html when the run ends, however it ends."""
-    console: Literal["auto", "rich", "plain", "quiet"] = "auto"
-    """Terminal output: a live bar, plain lines for log files, or nothing but results and errors."""
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions:
@@ -319,7 +305,7 @@ class TrainOptions:
     autopsy: AutopsyOptions = AutopsyOptions()
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     sample: SampleOptions = SampleOptions()
-    log: LogOptions = LogOptions()
+    log: LogOptions = field(default_factory=LogOptions)
 
 
 def flat_values(options: TrainOptions) -> dict[str, Any]:

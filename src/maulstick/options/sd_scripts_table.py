@@ -63,8 +63,6 @@ def _later(what: str, **details: Any) -> Refused:
 
 
 _WITH_WANDB = OnlyWith("log_with", ("wandb", "all"), "only used with W&B")
-_WITH_TRACKER = OnlyWith("log_with", ("tensorboard", "wandb", "all"), "only used with log_with")
-_WITH_LOG_FOLDER = OnlyWith("logging_dir", (), "only used with logging_dir")
 
 _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
     "tokenizer_cache_dir": NoEffect("the tokenizer files ship with Maulstick"),
@@ -159,11 +157,7 @@ _OPTIMIZER: dict[str, NoEffect | Refused | Renamed] = {
 }
 
 _LOG: dict[str, NoEffect | Refused | Renamed] = {
-    "log_prefix": _later("a prefix of log folders", only_with=_WITH_LOG_FOLDER),
-    "log_tracker_name": _later("naming the tracker's project", only_with=_WITH_TRACKER),
-    "log_tracker_config": _later("a configuration file for trackers", only_with=_WITH_TRACKER),
     "log_config": NoEffect("all options are always logged", False),
-    "wandb_run_name": NoEffect("a run is called after output_name"),
     "wandb_api_key": Refused("keys don't belong in options; run `wandb login` once", only_with=_WITH_WANDB),
     "console_log_level": NoEffect("what is shown is set with console"),
     "console_log_file": Refused("use console = plain and redirect the output to a file"),
@@ -293,7 +287,10 @@ DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(SUPPORTED_NETWORK_ARGUMENTS, "in sd-scripts only a key of network_args, which works too"),
     "network_type": "what is trained; sd-scripts and LyCORIS say it with network_module and algo",
     "block_lr": "all weights by block in one table; sd-scripts has down_lr_weight, mid_lr_weight and up_lr_weight",
-    "logging_dir": "may be left out: TensorBoard's files then go into output_dir/logs",
+    "logging_dir": "may be left out: trackers' files then go into output_dir/logs",
+    "log_prefix": "default output_name and a dash (sd-scripts: none)",
+    "log_tracker_name": "default maulstick in W&B (sd-scripts: network_train)",
+    "log_tracker_config": "adds to wandb_run_name instead of taking its place",
     **dict.fromkeys(_GUARD_OPTIONS, "the gradient guardian"),
     **dict.fromkeys(_RESCUE_OPTIONS, "going back to a good state when a run is lost"),
     **dict.fromkeys(_AUTOPSY_OPTIONS, "finding where NaN or infinity came from"),

@@ -88,8 +88,7 @@ class AlarmWatcher:
             measured[LOGIT] = logit[0]
             self._follow(loop, step, LOGIT, *logit)
         loop.parts.records.events.write("look", step=step, **measured)
-        for tracker in loop.parts.records.trackers:
-            tracker.log(measured, step=step)
+        loop.parts.records.trackers.log(measured, step=step, epoch=done.epoch)
 
     def _look_for_zeros(self, loop: TrainingLoop, step: int) -> None:
         """Find factors that are exactly zero still: their modules do nothing, whatever the loss says."""

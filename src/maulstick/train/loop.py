@@ -354,6 +354,9 @@ def learning_rates(optimizer: torch.optim.Optimizer) -> dict[str, float]:
             # Adafactor has a "d" of another meaning; those that estimate a step size remember where it began.
             if "d" in group and "d0" in group:
                 rates[f"lr/d*lr/{name}"] = float(group["d"]) * float(group["lr"])
+                if type(optimizer).__name__ == "ProdigyPlusScheduleFree":
+                    # sd-scripts' name for it, which has the first group's.
+                    rates.setdefault("lr/d*lr", rates[f"lr/d*lr/{name}"])
     return rates
 
 

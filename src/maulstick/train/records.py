@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from maulstick.adapters.files import file_hash
 from maulstick.errors import OptionError
@@ -17,10 +17,7 @@ from maulstick.options.schema import TrainOptions, flat_values
 from maulstick.train.console import RunConsole
 from maulstick.train.events import EventLog, NoLog
 from maulstick.train.kept_logs import bring_back
-from maulstick.train.trackers import check_trackers, open_trackers
-
-if TYPE_CHECKING:
-    from accelerate.tracking import GeneralTracker
+from maulstick.train.trackers import Trackers, check_trackers, open_trackers
 
 
 class RunRecords:
@@ -38,7 +35,7 @@ class RunRecords:
         self.writes = writes
         self.started_at = time.time()
         self.events: EventLog | NoLog = NoLog()
-        self.trackers: list[GeneralTracker] = []
+        self.trackers = Trackers()
         self.gradient_log: GradientLog | None = None
         self.when_closed: Callable[[Path], str | None] | None = None
         self._gradient_log_fails = False
@@ -83,9 +80,14 @@ class RunRecords:
             rows = self._kept_gradient_rows(path, kept)
             scale = self.options.run.mixed_precision == "fp16"
             self.gradient_log = GradientLog(path, scale=scale, cosine=guard.config.cosine != "off", keep_rows=rows)
-        run_name = f"{name}-{time.strftime('%Y%m%d-%H%M%S', time.localtime(self.started_at))}"
-        config = {key: str(value) for key, value in flat_values(self.options).items()}
-        self.trackers = open_trackers(self.options.log, output_dir=self.output_dir, run_name=run_name, config=config)
+        self.trackers = open_trackers(
+            self.options.log,
+            output_dir=self.output_dir,
+            output_name=name,
+            started_at=self.started_at,
+            config={key: str(value) for key, value in flat_values(self.options).items()},
+            say=self._tell_of_trackers,
+        )
 
     def _kept_gradient_rows(self, path: Path, kept: Mapping[str, Any]) -> int | None:
         """Let the gradient log hold the rows that a resumed run goes on from; return how many, None for a new log."""
@@ -102,8 +104,17 @@ class RunRecords:
     def step(self, values: Mapping[str, float], *, step: int, epoch: int, seconds: float) -> None:
         """Record one step's values in the event log and the trackers."""
         self.events.write("step", **{"train/steps": step, "epoch": epoch, **values, "seconds": round(seconds, 4)})
-        for tracker in self.trackers:
-            tracker.log({**values, "train/steps": step}, step=step)
+        self.trackers.log(values, step=step, epoch=epoch)
+
+    def epoch(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Record values of an epoch, counted from 1, that ended with this step."""
+        self.events.write("epoch", step=step, epoch=epoch, **values)
+        self.trackers.log_epoch(values, step=step, epoch=epoch)
+
+    def samples(self, files: Sequence[Path], prompts: Sequence[str], *, step: int, label: str) -> None:
+        """Record pictures that were drawn, one for each prompt."""
+        self.events.write("sample", step=step, label=label, files=list(files))
+        self.trackers.log_samples(list(zip(files, prompts, strict=True)), step=step)
 
     def gradient(self, epoch: int, step_in_epoch: int, verdict: Verdict) -> None:
         """Add a row to the gradient log."""
@@ -128,14 +139,14 @@ class RunRecords:
     def close(self, event: str, **fields: Any) -> None:
         """Write the last event and close everything."""
         self.events.write(event, seconds=round(time.time() - self.started_at, 2), **fields)
+        # What they send last may take a while, and what is to be said of them belongs into the event log.
+        self.trackers.finish()
         self.events.close()
         if self.gradient_log is not None:
             try:
                 self.gradient_log.close()
             except OSError as error:
                 self._tell_of_gradient_log(error)
-        for tracker in self.trackers:
-            tracker.finish()
         if self.when_closed is not None and isinstance(self.events, EventLog):
             try:
                 line = self.when_closed(self.events.path)
@@ -143,6 +154,10 @@ class RunRecords:
                 line = f"no report was written ({type(error).__name__}: {error})"
             if line:
                 self.console.say(line)
+
+    def _tell_of_trackers(self, text: str) -> None:
+        self.console.say(text)
+        self.events.write("tracker_failed", text=text)
 
     def _tell_of_gradient_log(self, error: OSError) -> None:
         if not self._gradient_log_fails and self.gradient_log is not None:

@@ -360,7 +360,7 @@ class TrainingRun:
             self.console.say(f"step {step}: {error}; training goes on")
             self.records.events.write("sample_failed", step=step, error=str(error))
             return
-        self.records.events.write("sample", step=step, label=label, files=paths)
+        self.records.samples(paths, [prompt.text for prompt in self._prompts], step=step, label=label)
 
     # --- small things ------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from maulstick.train.alarms import AlarmWatcher
 from maulstick.train.autopsy import AutopsyWatcher
 from maulstick.train.details import DetailWatcher
+from maulstick.train.epoch_loss import EpochLoss
 from maulstick.train.loop_parts import LoopParts
 from maulstick.train.rescue import RescueWatcher
 from maulstick.train.skip_budget import SkipBudget
@@ -20,7 +21,7 @@ def build_watchers(parts: LoopParts) -> list[Watcher]:
     rescued = parts.options.rescue.rescue
     average = [] if parts.average is None else [parts.average]
     budget = SkipBudget(parts.options.run.max_skipped_fraction, parts.total_steps, beside_rescue=rescued)
-    watchers: list[Watcher] = [budget, *average]
+    watchers: list[Watcher] = [budget, *average, EpochLoss()]
     if parts.options.log.log_details_every_n_steps:
         watchers.append(DetailWatcher(parts.options.log.log_details_every_n_steps))
     if parts.options.run.alarms:

@@ -38,6 +38,7 @@ _MARK_EVENTS = {
     "save_state_failed": "trouble",
     "sample_failed": "trouble",
     "remove_failed": "trouble",
+    "tracker_failed": "trouble",
     "resume": "resume",
 }
 _NOT_SERIES = frozenset({"event", "time", "train/steps", "epoch", "train/skipped_steps"})

@@ -32,6 +32,7 @@ _REASONS = {
     "save_state_failed": "state",
     "sample_failed": "sample pictures",
     "remove_failed": "older file",
+    "tracker_failed": "tracker",
     "autopsy_failed": "autopsy",
     "alarms/largest_weight_norm": "weights are growing",
     "alarms/largest_attention_logit": "attention is growing",
