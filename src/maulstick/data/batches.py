@@ -7,15 +7,20 @@ them every shuffled caption and every mirrored image.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from random import Random
+from typing import TYPE_CHECKING
 
 from maulstick.data.buckets import Size
 from maulstick.data.captions import Moment, caption_for, shuffled
+from maulstick.data.pixels import View
 from maulstick.data.records import DatasetIndex, ImageRecord
 from maulstick.families.framing import Framing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class BatchItem:
         position: its place in the order of the epoch, from 0, counted over all processes.
         flipped: it is mirrored left to right.
         loss_weight: 1, or ``prior_loss_weight`` for a regularisation image.
+        mask: where the loss counts, fp32 (h, w) on the latents' grid; put in with the latents, None for everywhere.
     """
 
     record: ImageRecord
@@ -34,11 +40,17 @@ class BatchItem:
     flipped: bool
     caption: str
     loss_weight: float
+    mask: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def bucket(self) -> Size:
         """(width, height) that is trained, in pixels."""
         return self.record.placement.bucket
+
+    @property
+    def view(self) -> View:
+        """What is made of the image file."""
+        return View(self.record, self.flipped)
 
     @property
     def crop(self) -> tuple[int, int, int, int]:

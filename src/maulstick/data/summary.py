@@ -14,7 +14,7 @@ from maulstick.options.dataset_config import SubsetSpec
 
 @dataclass(frozen=True)
 class FolderSummary:
-    """One image folder. ``with_caption``: images whose caption comes from a file."""
+    """One image folder. ``with_caption``: images whose caption comes from a file; ``with_mask``: that have a mask."""
 
     folder: str
     images: int
@@ -22,6 +22,7 @@ class FolderSummary:
     repeats: int
     class_tokens: str | None
     is_reg: bool
+    with_mask: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ def _summarize(dataset: IndexedDataset) -> DatasetSummary:
                 repeats=subset.num_repeats,
                 class_tokens=subset.class_tokens,
                 is_reg=subset.is_reg,
+                with_mask=sum(image.mask is not None for image in images),
             )
             for subset, images in _by_folder(dataset)
         ),

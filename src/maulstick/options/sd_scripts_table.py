@@ -107,8 +107,6 @@ _DATA: dict[str, NoEffect | Refused | Renamed] = {
     "color_aug": _later("random changes of colour", default=False),
     "random_crop": _later("cropping at random places", default=False),
     "face_crop_aug_range": _later("random crops around faces"),
-    "alpha_mask": _later("a loss masked by the alpha channel", default=False),
-    "masked_loss": _later("a masked loss", default=False),
     "resize_interpolation": _later("choosing the filter for resizing"),
     "skip_image_resolution": _later("leaving out images below a size"),
     "train_inpainting": _later("training for inpainting", default=False),
@@ -257,7 +255,7 @@ NETWORK_MODULES: Mapping[str, str] = {
 _GUARD_OPTIONS = frozenset(option.name for option in fields(GuardOptions))
 _RESCUE_OPTIONS = frozenset(option.name for option in fields(RescueOptions))
 _AUTOPSY_OPTIONS = frozenset(option.name for option in fields(AutopsyOptions))
-_IP_ADAPTER_OPTIONS = frozenset(option.name for option in fields(IpAdapterOptions)) - {"conditioning_data_dir"}
+_IP_ADAPTER_OPTIONS = frozenset(option.name for option in fields(IpAdapterOptions))
 DIFFERENCES: Mapping[str, str] = {
     "network_module": "networks.lora is the default for all models; networks.lora_sd3 for SD3 is the same",
     "network_dim": "default 4, as sd-scripts takes when none is given",
@@ -285,7 +283,7 @@ DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(_RESCUE_OPTIONS, "going back to a good state when a run is lost"),
     **dict.fromkeys(_AUTOPSY_OPTIONS, "finding where NaN or infinity came from"),
     **dict.fromkeys(_IP_ADAPTER_OPTIONS, "training of IP-Adapters, which sd-scripts does not have"),
-    "conditioning_data_dir": "reference images of an IP-Adapter (sd-scripts: masks, and images for ControlNet)",
+    "conditioning_data_dir": "masks with masked_loss, also for plain folders; else an IP-Adapter's reference images",
     "ema_decay": "saving a running average of the weights",
     "console": "terminal output",
     "log_details_every_n_steps": "norms by block and losses by timestep in the event log",

@@ -14,7 +14,7 @@ from maulstick.data.batches import MicroBatch
 from maulstick.data.cache import TextStateCache
 from maulstick.data.captions import shuffled
 from maulstick.data.findings import Finding
-from maulstick.data.latents import CachedLatents
+from maulstick.data.latents import CachedLatents, masks_of
 from maulstick.families.base import Conditioning, Family
 from maulstick.options.schema import ObjectiveOptions, Precision
 from maulstick.train.console import RunConsole
@@ -32,11 +32,15 @@ _TIMESTEP_POOL = 4096
 
 @dataclass(frozen=True)
 class ProbeImage:
-    """An image ready for the denoiser: ``latents`` (1, C, H, W) on the CPU, its conditioning with a batch of one."""
+    """An image ready for the denoiser: ``latents`` (1, C, H, W) on the CPU, its conditioning with a batch of one.
+
+    ``mask`` (1, 1, H, W) is 1 everywhere for an image without.
+    """
 
     name: str
     latents: Tensor
     conditioning: Conditioning
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -77,14 +81,13 @@ def take_images(prepared: Prepared, count: int, console: RunConsole) -> list[Pro
         if record.record_id not in latents.excluded
     ]
     states = TextStateCache(family, device="cpu")
-    images = [
-        ProbeImage(
-            str(item.record.path),
-            latents.latents_for(MicroBatch(0, 0, (item,))),
-            {**states.states_for([item.caption]), **family.image_conditioning([item.framing])},
-        )
-        for item in items
-    ]
+    images = []
+    for item in items:
+        batch, encoded = latents.filled(MicroBatch(0, 0, (item,)))
+        conditioning = {**states.states_for([item.caption]), **family.image_conditioning([item.framing])}
+        masks = masks_of(batch.items)
+        mask = torch.ones_like(encoded[:, :1]) if masks is None else masks
+        images.append(ProbeImage(str(item.record.path), encoded, conditioning, mask))
     family.release_encoders(vae=False, text_encoders=True)
     return images
 
@@ -162,7 +165,8 @@ class LossBench:
         names = draws[0].image.conditioning
         conditioning = {name: torch.cat([draw.image.conditioning[name] for draw in draws]).to(device) for name in names}
         prediction = self._trainee(batch.noisy, batch.timesteps, conditioning=conditioning)
-        return image_losses(family, prediction, batch, self.objective, torch.ones(len(draws), device=device))
+        weights, masks = torch.ones(len(draws), device=device), torch.cat([draw.image.mask for draw in draws])
+        return image_losses(family, prediction, batch, self.objective, weights, masks.to(device))
 
     def in_parts(self, draws: Sequence[Draw]) -> Iterator[list[int]]:
         """Yield places in ``draws`` that can be run at once: images of one size, at most ``batch_size``."""

@@ -194,6 +194,7 @@ def _folder_rows(summaries: list[DatasetSummary]) -> list[dict[str, Any]]:
             "repeats": folder.repeats,
             "class_tokens": folder.class_tokens,
             "is_reg": folder.is_reg,
+            "masks": folder.with_mask,
         }
         for summary in summaries
         for folder in summary.folders
