@@ -254,3 +254,11 @@ def test_masks_that_can_be_meant(load) -> None:
         ("--conditioning_data_dir", "m", "--network_type", "ip_adapter", "--image_encoder", "e"),
     ):
         assert load(*arguments).notices == []
+
+
+@pytest.mark.parametrize("name", ["random_crop", "color_aug"])
+@pytest.mark.parametrize("cache", ["cache_latents", "cache_latents_to_disk"])
+def test_varied_images_cannot_be_cached(load: Load, name: str, cache: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} and cache_latents contradict each other: latents are cached once"):
+        load(f"--{name}", f"--{cache}")
+    assert load(f"--{name}").notices == []

@@ -23,6 +23,7 @@ from maulstick.data.images import ImageError, image_facts, verify_image
 from maulstick.data.masks import Masks, mask_findings
 from maulstick.data.records import DatasetIndex, ImageRecord, IndexedDataset, balance_regularisation
 from maulstick.data.scan import contents_findings, look_into, root_findings
+from maulstick.data.variations import crop_findings
 from maulstick.errors import DataError
 from maulstick.options.dataset_config import DatasetSpec, SubsetSpec, parse_folder_name
 
@@ -77,6 +78,7 @@ def build_index(
     findings += size_findings(images)
     findings += duplicate_findings(images)
     findings += mask_findings(images)
+    findings += crop_findings(images)
     findings += dataset_findings(datasets)
     if not any(dataset.num_train_images for dataset in datasets):
         raise DataError(_nothing_usable(specs, findings))

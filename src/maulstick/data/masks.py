@@ -195,8 +195,8 @@ def _finding(
 
 def _leaves_something(mask: Mask, image: ImageRecord) -> bool:
     """Whether what is not black of a mask touches the part of the image that is trained."""
-    if mask.box is None:
-        return False
+    if mask.box is None or image.subset.random_crop:
+        return mask.box is not None
     part = trained_part(image.placement, image.size)
     left, top, right, bottom = mask.box
     return left < part[2] and right > part[0] and top < part[3] and bottom > part[1]

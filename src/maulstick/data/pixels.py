@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from maulstick.data.buckets import Placement, fit_to_bucket
 from maulstick.data.images import read_colours_and_alpha, read_rgb
 from maulstick.data.records import ImageRecord, Mask
+from maulstick.data.variations import ColourChange, Crop
 from maulstick.errors import DataError
 
 
@@ -21,11 +22,14 @@ class View:
 
     record: ImageRecord
     flipped: bool = False
+    crop: Crop | None = None
+    colours: ColourChange | None = None
 
     @property
     def placement(self) -> Placement:
-        """How it is resized and cropped."""
-        return self.record.placement
+        """How it is resized and cropped; without a crop of its own as the record says."""
+        placement = self.record.placement
+        return placement if self.crop is None else replace(placement, crop=self.crop)
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ def read_picture(view: View) -> Picture:
         if mask is not None:
             values = _mask_values(mask)
     pixels = fit_to_bucket(colours, view.placement)
+    if view.colours is not None:
+        pixels = view.colours.applied(pixels)
     if view.flipped:
         pixels = np.ascontiguousarray(pixels[:, ::-1])
     return Picture(pixels, None if values is None else fit_to_bucket(values, view.placement))

@@ -23,6 +23,8 @@ class FolderSummary:
     class_tokens: str | None
     is_reg: bool
     with_mask: int = 0
+    random_crop: bool = False
+    color_aug: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ def _summarize(dataset: IndexedDataset) -> DatasetSummary:
                 class_tokens=subset.class_tokens,
                 is_reg=subset.is_reg,
                 with_mask=sum(image.mask is not None for image in images),
+                random_crop=subset.random_crop,
+                color_aug=subset.color_aug,
             )
             for subset, images in _by_folder(dataset)
         ),
@@ -155,7 +159,9 @@ def datasets_metadata(index: DatasetIndex) -> list[dict[str, Any]]:
                 {
                     "img_count": len(images),
                     "num_repeats": subset.num_repeats,
+                    "color_aug": subset.color_aug,
                     "flip_aug": subset.flip_aug,
+                    "random_crop": subset.random_crop,
                     "shuffle_caption": subset.shuffle_caption,
                     "keep_tokens": subset.keep_tokens,
                     "image_dir": subset.image_dir.name,

@@ -176,6 +176,11 @@ def _check_rates(options: TrainOptions) -> None:
 def _check_data(options: TrainOptions) -> None:
     data = options.dataset
     _check_masks(data, options.network.network_type)
+    for name in ("random_crop", "color_aug"):
+        # With a description, what its subsets say counts.
+        if getattr(data, name) and data.cache_latents and data.dataset_config is None:
+            reason = "latents are cached once, and such images are others each time. Remove one of them."
+            raise _contradiction(name, "cache_latents", reason)
     width, height = parse_resolution(data.resolution)
     if data.dataset_config is not None:
         for name in ("train_data_dir", "reg_data_dir"):

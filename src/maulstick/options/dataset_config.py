@@ -33,6 +33,19 @@ def _refuse_no_masks(options: DatasetOptions, specs: Sequence[DatasetSpec]) -> N
         )
 
 
+def _refuse_caching_of_varied(options: DatasetOptions, specs: Sequence[DatasetSpec]) -> None:
+    if not options.cache_latents:
+        return
+    for spec in specs:
+        for subset in spec.subsets:
+            for name in ("random_crop", "color_aug"):
+                if getattr(subset, name):
+                    raise OptionError(
+                        f"{spec.source}: {name} (subset {subset.image_dir}) and cache_latents contradict each other: "
+                        "latents are cached once, and such images are others each time. Remove one of them."
+                    )
+
+
 def parse_folder_name(name: str) -> tuple[int, str] | None:
     """Split ``"10_cat girl"`` into repeats and class tokens, (10, "cat girl"); None where it starts with no number.
 
@@ -81,6 +94,7 @@ def dataset_specs(options: DatasetOptions) -> list[DatasetSpec]:
             masked_loss=options.masked_loss,
         )
         _refuse_no_masks(options, specs)
+        _refuse_caching_of_varied(options, specs)
         return specs
     if options.train_data_dir is None:
         raise OptionError(

@@ -54,6 +54,8 @@ class SubsetSpec:
     token_warmup_min: int = 1
     token_warmup_step: float = 0.0
     flip_aug: bool = False
+    random_crop: bool = False
+    color_aug: bool = False
     alpha_mask: bool = False
     conditioning_data_dir: Path | None = None
     image_dir_note: str | None = None
@@ -123,18 +125,18 @@ SUBSET_KEYS: dict[str, Check] = {
     "token_warmup_min": whole_number(0),
     "token_warmup_step": fraction_or_steps,
     "flip_aug": boolean,
+    "random_crop": boolean,
+    "color_aug": boolean,
     "alpha_mask": boolean,
 }
 OWN_SUBSET_KEYS: dict[str, Check] = {"image_dir": text, "is_reg": boolean, "conditioning_data_dir": text}
 
 NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cache_info": ("a file with image sizes and captions, kept between runs", (False,)),
-    "color_aug": ("random changes of colour", (False,)),
     "custom_attributes": ("free attributes of a subset", ({},)),
-    "face_crop_aug_range": ("random crops around faces", ()),
+    "face_crop_aug_range": ("crops around faces whose places are in file names; cut the faces out into images", ()),
     "metadata_file": ("captions and tags from one JSON file", ()),
     "network_multiplier": ("another strength of the network for one dataset", (1,)),
-    "random_crop": ("crops at random places", (False,)),
     "resize_interpolation": ("another filter for resizing", ()),
     "skip_image_resolution": ("leaving out images below a size", ()),
     "validation_seed": ("the seed of the validation split", ()),

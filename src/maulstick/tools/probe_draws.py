@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
 
@@ -60,7 +60,8 @@ def take_images(prepared: Prepared, count: int, console: RunConsole) -> list[Pro
     """Choose ``count`` training images (all, where there are fewer) by the run's seed, and encode them.
 
     Regularisation images are left out. Each image comes once, whatever its repeats; caption and mirroring are drawn as
-    in training. An image without finite latents is named and left out. The encoders are released afterwards.
+    in training, but crops are those of the middle, and colours are as they are. An image
+    without finite latents is named and left out. The encoders are released afterwards.
     """
     records = [record for record in prepared.index.records if not record.is_reg]
     chosen = shuffled(records, Random(f"maulstick probe {prepared.seed}"))[:count]
@@ -76,7 +77,7 @@ def take_images(prepared: Prepared, count: int, console: RunConsole) -> list[Pro
     latents.prepare()
     family.release_encoders(vae=True, text_encoders=False)
     items = [
-        prepared.batches.draw(record, 0, place)
+        replace(prepared.batches.draw(record, 0, place), drawn_crop=None, colours=None)
         for place, record in enumerate(chosen)
         if record.record_id not in latents.excluded
     ]
