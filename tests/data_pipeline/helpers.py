@@ -7,7 +7,7 @@ import torch
 from PIL import Image
 
 from maulstick.data.batches import BatchSchedule
-from maulstick.data.latents import read_pixels
+from maulstick.data.pixels import read_pixels
 
 
 def found(index, code: str):

@@ -7,7 +7,8 @@ from PIL import Image
 
 from maulstick.data.batches import BatchSchedule
 from maulstick.data.index import build_index
-from maulstick.data.latents import CachedLatents, FreshLatents, read_pixels
+from maulstick.data.latents import CachedLatents, FreshLatents
+from maulstick.data.pixels import read_pixels
 from maulstick.errors import DataError
 from maulstick.options.dataset_config import dataset_specs
 from tests.data_pipeline.helpers import check_all, picture_of

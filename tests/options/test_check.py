@@ -226,3 +226,41 @@ def test_options_made_in_python_are_checked_alike() -> None:
     )
     with pytest.raises(OptionError, match="max_train_steps = 0: expected at least 1"):
         check_train_options(options, ())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--masked_loss",), "masked_loss is given without masks. Give conditioning_data_dir"),
+        (("--conditioning_data_dir", "m"), "conditioning_data_dir is given, but nothing uses it"),
+        (
+            ("--masked_loss", "--conditioning_data_dir", "m", "--alpha_mask"),
+            "alpha_mask and conditioning_data_dir contradict each other",
+        ),
+        (
+            ("--masked_loss", "--conditioning_data_dir", "m", "--network_type", "ip_adapter", "--image_encoder", "e"),
+            "masked_loss and conditioning_data_dir contradict each other: it is the folder of an IP-Adapter",
+        ),
+    ],
+)
+def test_masks_come_from_one_place(load, arguments: tuple[str, ...], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        load(*arguments)
+
+
+def test_masks_that_can_be_meant(load) -> None:
+    for arguments in (
+        ("--alpha_mask",),
+        ("--masked_loss", "--alpha_mask"),
+        ("--masked_loss", "--conditioning_data_dir", "m"),
+        ("--conditioning_data_dir", "m", "--network_type", "ip_adapter", "--image_encoder", "e"),
+    ):
+        assert load(*arguments).notices == []
+
+
+@pytest.mark.parametrize("name", ["random_crop", "color_aug"])
+@pytest.mark.parametrize("cache", ["cache_latents", "cache_latents_to_disk"])
+def test_varied_images_cannot_be_cached(load: Load, name: str, cache: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} and cache_latents contradict each other: latents are cached once"):
+        load(f"--{name}", f"--{cache}")
+    assert load(f"--{name}").notices == []

@@ -106,8 +106,8 @@ def test_refused_options_say_what_to_do(name: str) -> None:
 
 def test_refusals_reach_the_user(load: Load, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("[part]\nmasked_loss = true\n")
-    with pytest.raises(OptionError, match=r"masked_loss = true \(.*run\.toml, section \[part\]\): .*not supported yet"):
+    file.write_text("[part]\ntorch_compile = true\n")
+    with pytest.raises(OptionError, match=r"torch_compile = true \(.*run\.toml, section \[part\]\): .*not support"):
         load("--config_file", str(file))
     with pytest.raises(OptionError, match=r"save_model_as = ckpt \(command line\): LoRA files are always safetensors"):
         load("--save_model_as", "ckpt")

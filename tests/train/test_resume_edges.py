@@ -37,9 +37,9 @@ def events(folder: Path, kind: str) -> list[dict[str, object]]:
 def test_a_run_that_left_images_out_for_their_latents_goes_on(make_run: MakeRun, tmp_path: Path, monkeypatch):
     encode = CachedLatents._encode
 
-    def spoil(self, items):
-        results = encode(self, items)
-        for place, (record, _) in enumerate(items):
+    def spoil(self, records, pictures):
+        results = encode(self, records, pictures)
+        for place, record in enumerate(records):
             if record.path.name == "3.png":
                 results[place] = None
                 self._exclude(record)

@@ -7,15 +7,21 @@ them every shuffled caption and every mirrored image.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from random import Random
+from typing import TYPE_CHECKING
 
 from maulstick.data.buckets import Size
 from maulstick.data.captions import Moment, caption_for, shuffled
+from maulstick.data.pixels import View
 from maulstick.data.records import DatasetIndex, ImageRecord
+from maulstick.data.variations import ColourChange, Crop, drawn_colours, drawn_crop
 from maulstick.families.framing import Framing
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,9 @@ class BatchItem:
         position: its place in the order of the epoch, from 0, counted over all processes.
         flipped: it is mirrored left to right.
         loss_weight: 1, or ``prior_loss_weight`` for a regularisation image.
+        drawn_crop: (left, top, right, bottom) in the resized image, where it was drawn.
+        colours: how its colours are changed, None for not at all.
+        mask: where the loss counts, fp32 (h, w) on the latents' grid; put in with the latents, None for everywhere.
     """
 
     record: ImageRecord
@@ -34,6 +43,9 @@ class BatchItem:
     flipped: bool
     caption: str
     loss_weight: float
+    drawn_crop: Crop | None = None
+    colours: ColourChange | None = None
+    mask: Tensor | None = field(default=None, compare=False, repr=False)
 
     @property
     def bucket(self) -> Size:
@@ -41,15 +53,20 @@ class BatchItem:
         return self.record.placement.bucket
 
     @property
+    def view(self) -> View:
+        """What is made of the image file."""
+        return View(self.record, self.flipped, self.drawn_crop, self.colours)
+
+    @property
     def crop(self) -> tuple[int, int, int, int]:
         """(left, top, right, bottom) of the bucket in the resized image, before mirroring."""
-        return self.record.placement.crop
+        return self.record.placement.crop if self.drawn_crop is None else self.drawn_crop
 
     @property
     def framing(self) -> Framing:
         """How the picture was cut out of its image, as a mirrored picture shows it where it is mirrored."""
         placement = self.record.placement
-        left, top, right, _ = placement.crop
+        left, top, right, _ = self.crop
         left = placement.resized[0] - right if self.flipped else left
         return Framing(self.record.size, (left, top), placement.bucket)
 
@@ -136,16 +153,21 @@ class BatchSchedule:
         return MicroBatch(epoch, number, tuple(items))
 
     def draw(self, record: ImageRecord, epoch: int, position: int, step: int = 0) -> BatchItem:
-        """Return what is trained when ``record`` is at ``position`` of an epoch: mirrored or not, and its caption.
+        """Return what is trained when ``record`` is at ``position`` of an epoch: its caption, and how it is varied.
 
         ``step``: the step of training, counted from 0, that it is part of.
         """
-        # Seeding with text goes through SHA-512, so that neighbouring positions have unrelated numbers.
-        rng = Random(f"maulstick item {self.seed} {epoch} {position}")
+        rng = self._rng("item", epoch, position)
         flipped = record.subset.flip_aug and rng.random() < 0.5
         weight = self.index.datasets[record.dataset].spec.prior_loss_weight if record.is_reg else 1.0
         caption = caption_for(record, rng, Moment(epoch, step, self.total_steps))
-        return BatchItem(record, epoch, position, flipped, caption, weight)
+        crop = drawn_crop(record.placement, self._rng("crop", epoch, position)) if record.subset.random_crop else None
+        colours = drawn_colours(self._rng("colours", epoch, position)) if record.subset.color_aug else None
+        return BatchItem(record, epoch, position, flipped, caption, weight, crop, colours)
+
+    def _rng(self, purpose: str, epoch: int, position: int) -> Random:
+        # Seeding with text goes through SHA-512, so that neighbouring positions have unrelated numbers.
+        return Random(f"maulstick {purpose} {self.seed} {epoch} {position}")
 
     def _order(self, epoch: int) -> tuple[list[tuple[ImageRecord, ...]], list[int]]:
         """Return all batches of an epoch in order, and the position of the first image of each."""

@@ -22,7 +22,9 @@ from maulstick.families.base import Conditioning, Family
 
 LATENTS = ProvenFormat("maulstick-latents-1", "latents", "latent")
 _MEANINGS = {"content": "the image has changed since", "encoder": "it was made with another VAE"}
-_PREPARATION = "white background, hamming down, lanczos up, centre crop"
+_FITTING = "hamming down, lanczos up, centre crop"
+_PREPARATION = f"white background, {_FITTING}"
+_COLOURS_KEPT = f"colours as they are below the alpha channel, {_FITTING}"
 _LONGEST_STEM = 100
 
 
@@ -35,7 +37,7 @@ class LatentKey:
         encoder: the family's ``latent_identity``.
         resized, crop: how the image was fitted to its bucket, see ``Placement``.
         flipped: the image was mirrored before encoding.
-        preparation: how pixels were made; changes with the program's version only.
+        preparation: how pixels were made, as a text that changes with the program's version too.
     """
 
     content: str
@@ -53,7 +55,9 @@ class LatentKey:
 def latent_key(record: ImageRecord, flipped: bool, encoder: str) -> LatentKey:
     """Return the key of a record's latent."""
     placement = record.placement
-    return LatentKey(record.content_hash, encoder, placement.resized, placement.crop, flipped)
+    by_alpha = record.mask is not None and record.mask.channel == "alpha"
+    preparation = _COLOURS_KEPT if by_alpha else _PREPARATION
+    return LatentKey(record.content_hash, encoder, placement.resized, placement.crop, flipped, preparation)
 
 
 def cache_path(record: ImageRecord, key: LatentKey) -> Path:

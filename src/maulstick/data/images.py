@@ -128,6 +128,24 @@ def read_rgb(path: Path, content: bytes | None = None) -> NDArray[np.uint8]:
         return np.array(rgb, dtype=np.uint8)
 
 
+def read_colours_and_alpha(
+    path: Path, content: bytes | None = None
+) -> tuple[NDArray[np.uint8], NDArray[np.uint8] | None]:
+    """Return colours as they are in the file, uint8 (height, width, 3), and alpha (height, width), None without one.
+
+    Nothing is composited: colours below transparent parts are what the file has there. Otherwise as ``read_rgb``.
+    """
+    with _opened(path, content) as image:
+        transparency = _transparency_in_decoded_range(image)
+        orientation = _orientation(image)
+        _decode(image, path)
+        rgb, alpha = _apart(image, transparency)
+        if orientation in _UPRIGHT:
+            rgb = rgb.transpose(_UPRIGHT[orientation])
+            alpha = None if alpha is None else alpha.transpose(_UPRIGHT[orientation])
+        return np.array(rgb, dtype=np.uint8), None if alpha is None else np.array(alpha, dtype=np.uint8)
+
+
 def _opened(path: Path, content: bytes | None) -> ImageFile.ImageFile:
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise DataError("PIL.ImageFile.LOAD_TRUNCATED_IMAGES is set: truncated images would pass as whole. Unset it.")
@@ -209,21 +227,29 @@ def _transparency_in_decoded_range(image: ImageFile.ImageFile) -> object:
 
 
 def _flattened(image: Image.Image, transparency: object) -> Image.Image:
+    rgb, alpha = _apart(image, transparency)
+    if alpha is None:
+        return rgb
+    rgb.putalpha(alpha)
+    return Image.alpha_composite(Image.new("RGBA", rgb.size, "white"), rgb).convert("RGB")
+
+
+def _apart(image: Image.Image, transparency: object) -> tuple[Image.Image, Image.Image | None]:
+    """Return colours (RGB) and alpha (L), None where nothing is transparent."""
     if image.mode == "I;16":
-        return _flattened_16_bit_gray(image, transparency)
+        return _apart_16_bit_gray(image, transparency)
     if transparency is not None:
         image.info["transparency"] = transparency
     if not image.has_transparency_data:
-        return image.convert("RGB")
+        return image.convert("RGB"), None
     with_alpha = image.convert("RGBA")
-    white = Image.new("RGBA", with_alpha.size, "white")
-    return Image.alpha_composite(white, with_alpha).convert("RGB")
+    return with_alpha.convert("RGB"), with_alpha.getchannel("A")
 
 
-def _flattened_16_bit_gray(image: Image.Image, transparency: object) -> Image.Image:
+def _apart_16_bit_gray(image: Image.Image, transparency: object) -> tuple[Image.Image, Image.Image | None]:
     """Scale 0..65535 to 0..255 by rounding v / 257; Pillow's own conversion would clip at 255."""
     values = np.asarray(image)
-    gray = ((values.astype(np.uint32) + 128) // 257).astype(np.uint8)
-    if isinstance(transparency, int):
-        gray[values == transparency] = 255
-    return Image.fromarray(gray).convert("RGB")
+    gray = Image.fromarray(((values.astype(np.uint32) + 128) // 257).astype(np.uint8)).convert("RGB")
+    if not isinstance(transparency, int):
+        return gray, None
+    return gray, Image.fromarray(np.where(values == transparency, 0, 255).astype(np.uint8))

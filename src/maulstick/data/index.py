@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from maulstick.data.image_findings import (
     size_findings,
 )
 from maulstick.data.images import ImageError, image_facts, verify_image
+from maulstick.data.masks import Masks, mask_findings
 from maulstick.data.records import DatasetIndex, ImageRecord, IndexedDataset, balance_regularisation
 from maulstick.data.scan import contents_findings, look_into, root_findings
+from maulstick.data.variations import crop_findings
 from maulstick.errors import DataError
 from maulstick.options.dataset_config import DatasetSpec, SubsetSpec, parse_folder_name
 
@@ -46,7 +48,8 @@ def build_index(
         workers: threads that read files; by default one per processor, at most eight.
         progress: called after each file.
 
-    Raises DataError when no training image can be used; its message says which folder was meant.
+    Raises DataError when no training image can be used, its message says which folder was meant; and for masks that
+    are missing, damaged or of another size.
     """
     findings: list[Finding] = []
     candidates: list[_Candidate] = []
@@ -60,11 +63,12 @@ def build_index(
                 findings += root_findings(root, option)
         candidates += _candidates(spec, number, findings)
     checked = _check_files([candidate.path for candidate in candidates], verify, workers, progress)
+    masks = Masks([(candidate.path, candidate.subset) for candidate in candidates], checked, workers)
     images: list[ImageRecord] = []
     for candidate in candidates:
         record = _record(candidate, len(images), checked[candidate.path], choosers[candidate.dataset], findings)
         if record is not None:
-            images.append(record)
+            images.append(replace(record, mask=masks.of(record.path, record.subset)))
     _refuse_endless_epoch(images)
     datasets = [
         IndexedDataset(spec, balance_regularisation([image for image in images if image.dataset == number]))
@@ -73,6 +77,8 @@ def build_index(
     findings += file_findings(checked)
     findings += size_findings(images)
     findings += duplicate_findings(images)
+    findings += mask_findings(images)
+    findings += crop_findings(images)
     findings += dataset_findings(datasets)
     if not any(dataset.num_train_images for dataset in datasets):
         raise DataError(_nothing_usable(specs, findings))

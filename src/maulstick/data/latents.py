@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
-from hashlib import sha256
 from itertools import groupby, islice
 from pathlib import Path
 from typing import TypeVar
@@ -17,9 +16,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import interpolate
 
 from maulstick.data.batches import BatchItem, BatchSchedule, MicroBatch
-from maulstick.data.buckets import fit_to_bucket
 from maulstick.data.cache import (
     LatentKey,
     cache_path,
@@ -29,8 +28,8 @@ from maulstick.data.cache import (
     write_latent,
 )
 from maulstick.data.findings import Finding, Severity
-from maulstick.data.images import read_rgb
 from maulstick.data.index import Progress
+from maulstick.data.pixels import Picture, View, read_mask, read_picture
 from maulstick.data.proven_files import CacheMismatch
 from maulstick.data.records import DatasetIndex, ImageRecord
 from maulstick.errors import DataError
@@ -38,8 +37,7 @@ from maulstick.families.base import Family
 
 Report = Callable[[Finding], None]
 Job = TypeVar("Job")
-Image = tuple[ImageRecord, bool]
-"""A record, and whether it is mirrored."""
+Read = TypeVar("Read")
 
 _PIXELS_AT_ONCE = 512 * 512
 """Images are encoded together up to this many pixels: one at 512x512, 64 at 64x64."""
@@ -76,13 +74,20 @@ class LatentSource(ABC):
         """Do what is to be done before training; ``index`` is final afterwards. ``progress`` is called on the way."""
 
     @abstractmethod
+    def filled(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
+        """Return a micro-batch with the masks of its images, and its fp32 latents (B, C, H, W), on the CPU.
+
+        Raises DataError where there are none to give.
+        """
+
     def latents_for(self, batch: MicroBatch) -> Tensor:
-        """Return the fp32 latents (B, C, H, W) of a micro-batch. Raises DataError where there are none to give."""
+        """Return the latents alone."""
+        return self.filled(batch)[1]
 
     def stream(self, schedule: BatchSchedule, epoch: int, start: int = 0) -> Iterator[tuple[MicroBatch, Tensor]]:
         """Yield the micro-batches of an epoch from number ``start`` on, each with its latents."""
         for batch in schedule.epoch(epoch, start):
-            yield batch, self.latents_for(batch)
+            yield self.filled(batch)
 
     def _found(self, severity: Severity, code: str, path: Path, message: str) -> None:
         if (code, path) in self._reported:
@@ -93,16 +98,16 @@ class LatentSource(ABC):
         if self._report is not None:
             self._report(finding)
 
-    def _encode(self, items: Sequence[tuple[ImageRecord, NDArray[np.uint8]]]) -> list[Tensor | None]:
+    def _encode(self, records: Sequence[ImageRecord], pictures: Sequence[Picture]) -> list[Tensor | None]:
         """Encode images of one bucket; None for one whose latents are not finite even in fp32, which is excluded."""
-        pixels = torch.stack([_as_tensor(image) for _, image in items]).to(self.device)
+        pixels = torch.stack([_as_tensor(picture.pixels) for picture in pictures]).to(self.device)
         with torch.no_grad():
             latents = self.family.encode_images(pixels).to("cpu", torch.float32)
-            bad = [place for place in range(len(items)) if not torch.isfinite(latents[place]).all()]
+            bad = [place for place in range(len(records)) if not torch.isfinite(latents[place]).all()]
             again = self.family.encode_images_in_fp32(pixels[bad]).to("cpu", torch.float32) if bad else latents[:0]
         results: list[Tensor | None] = list(latents)
         for place, latent in zip(bad, again, strict=True):
-            record = items[place][0]
+            record = records[place]
             if torch.isfinite(latent).all():
                 results[place] = latent
                 self._found(
@@ -127,19 +132,25 @@ def _as_tensor(pixels: NDArray[np.uint8]) -> Tensor:
     return torch.from_numpy(pixels).permute(2, 0, 1).to(torch.float32).div_(127.5).sub_(1)
 
 
-def read_pixels(record: ImageRecord, flipped: bool) -> NDArray[np.uint8]:
-    """Return the pixels that are trained, uint8 (H, W, 3) of the bucket's size.
+def masks_of(items: Sequence[BatchItem]) -> Tensor | None:
+    """Return the masks of a micro-batch, fp32 (B, 1, h, w) with 1 for images without; None where none has one."""
+    known = next((item.mask for item in items if item.mask is not None), None)
+    if known is None:
+        return None
+    return torch.stack([torch.ones_like(known) if item.mask is None else item.mask for item in items]).unsqueeze(1)
 
-    Raises DataError where the file is not the one that was checked: its caption, size and cache key may be wrong.
-    """
-    try:
-        content = record.path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{record.path} cannot be read any more ({error.strerror or error}).") from error
-    if sha256(content).hexdigest() != record.content_hash:
-        raise DataError(f"{record.path} has changed since it was checked at the start. Start again.")
-    pixels = fit_to_bucket(read_rgb(record.path, content), record.placement)
-    return np.ascontiguousarray(pixels[:, ::-1]) if flipped else pixels
+
+def mask_on_grid(mask: NDArray[np.uint8], grid: Sequence[int]) -> Tensor:
+    """Return a mask (H, W) in 0..255 as the means over a grid of (h, w), fp32 in 0..1."""
+    whole = torch.from_numpy(mask).to(torch.float32).div_(255)
+    return interpolate(whole[None, None], size=tuple(grid), mode="area")[0, 0]
+
+
+def _with_mask(item: BatchItem, mask: Tensor | None) -> BatchItem:
+    """Return an item with its mask, given as its image has it and mirrored where the image is."""
+    if mask is None:
+        return item
+    return replace(item, mask=mask.flip(-1) if item.flipped else mask)
 
 
 class CachedLatents(LatentSource):
@@ -169,6 +180,7 @@ class CachedLatents(LatentSource):
         self._kept: dict[LatentKey, Tensor] = {}
         self._files: dict[LatentKey, Path] = {}
         self._bytes = 0
+        self._masks: dict[int, Tensor] = {}
 
     def prepare(self, progress: Progress | None = None) -> None:
         """Read or make all latents; ``index`` afterwards lacks the images that have none.
@@ -180,28 +192,29 @@ class CachedLatents(LatentSource):
         # Leaving a training image out can call for other regularisation images, and a copy of a bad one comes up next.
         while self._read_or_make(progress):
             self.index = self.index.without(self.excluded)
+        self._read_masks()
 
     def _read_or_make(self, progress: Progress | None) -> bool:
         """Read or make what is not there yet; return whether images had to be excluded."""
-        wanted: dict[LatentKey, Image] = {}
+        wanted: dict[LatentKey, View] = {}
         for record in sorted(self.index.records, key=lambda record: record.placement.bucket):
             for flipped, key in self._keys(record).items():
                 if key not in self._kept and key not in self._files:
-                    wanted.setdefault(key, (record, flipped))
+                    wanted.setdefault(key, View(record, flipped))
         total = len(wanted)
         if self.to_disk:
-            wanted = {key: image for key, image in wanted.items() if not self._take_from_file(key, image[0])}
+            wanted = {key: view for key, view in wanted.items() if not self._take_from_file(key, view.record)}
         done = total - len(wanted)
         if progress is not None:
             progress(done, total)
         excluded_before = len(self.excluded)
         for images, latents in self._made(list(wanted.values())):
-            for (record, flipped), latent in zip(images, latents, strict=True):
-                key = self._keys(record)[flipped]
+            for view, latent in zip(images, latents, strict=True):
+                key = self._keys(view.record)[view.flipped]
                 if latent is None:
                     continue
                 if self.to_disk:
-                    self._files[key] = cache_path(record, key)
+                    self._files[key] = cache_path(view.record, key)
                     write_latent(self._files[key], key, latent)
                 self._remember(key, latent.clone())
             done += len(images)
@@ -209,9 +222,19 @@ class CachedLatents(LatentSource):
                 progress(done, total)
         return len(self.excluded) > excluded_before
 
-    def latents_for(self, batch: MicroBatch) -> Tensor:
-        """Return the fp32 latents (B, C, H, W) of a micro-batch, on the CPU."""
-        return torch.stack([self._latent(item) for item in batch.items])
+    def filled(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
+        latents = torch.stack([self._latent(item) for item in batch.items])
+        items = [_with_mask(item, self._masks.get(item.record.record_id)) for item in batch.items]
+        return replace(batch, items=tuple(items)), latents
+
+    def _read_masks(self) -> None:
+        """Read all masks. They are small, and no encoder is waited for: files of their own would save nothing."""
+        records = [record for record in self.index.records if record.mask is not None]
+        for (record,), (mask,) in _ahead([(record,) for record in records], read_mask, lambda job: [View(*job)]):
+            if mask is not None:
+                width, height = record.placement.bucket
+                grid = (height // self.family.vae_scale, width // self.family.vae_scale)
+                self._masks[record.record_id] = mask_on_grid(mask, grid)
 
     def _keys(self, record: ImageRecord) -> dict[bool, LatentKey]:
         sides = (False, True) if record.subset.flip_aug else (False,)
@@ -254,14 +277,14 @@ class CachedLatents(LatentSource):
             self._kept[key] = latent
             self._bytes += size
 
-    def _made(self, images: list[Image]) -> Iterator[tuple[list[Image], list[Tensor | None]]]:
-        batches: list[list[Image]] = []
-        for bucket, same in groupby(images, key=lambda image: image[0].placement.bucket):
+    def _made(self, views: list[View]) -> Iterator[tuple[list[View], list[Tensor | None]]]:
+        batches: list[list[View]] = []
+        for bucket, same in groupby(views, key=lambda view: view.placement.bucket):
             size = max(1, _PIXELS_AT_ONCE // (bucket[0] * bucket[1]))
             while batch := list(islice(same, size)):
                 batches.append(batch)
-        for batch, pixels in _decoded_ahead(batches, lambda batch: batch):
-            yield batch, self._encode([(record, decoded) for (record, _), decoded in zip(batch, pixels, strict=True)])
+        for batch, pictures in _ahead(batches, read_picture, lambda batch: batch):
+            yield batch, self._encode([view.record for view in batch], pictures)
 
 
 class FreshLatents(LatentSource):
@@ -272,11 +295,12 @@ class FreshLatents(LatentSource):
     def prepare(self, progress: Progress | None = None) -> None:
         """Do nothing: every image is encoded when its turn comes."""
 
-    def latents_for(self, batch: MicroBatch) -> Tensor:
-        """Return the fp32 latents (B, C, H, W) of a micro-batch. Raises DataError for an image that has none."""
-        pixels = [read_pixels(item.record, item.flipped) for item in batch.items]
-        latents = self._encode([(item.record, image) for item, image in zip(batch.items, pixels, strict=True)])
-        return torch.stack([self._required(item, latent) for item, latent in zip(batch.items, latents, strict=True)])
+    def filled(self, batch: MicroBatch) -> tuple[MicroBatch, Tensor]:
+        """As in ``LatentSource``. Raises DataError for an image that has no finite latents."""
+        pictures = [read_picture(item.view) for item in batch.items]
+        latents = self._encode([item.record for item in batch.items], pictures)
+        pairs = zip(batch.items, latents, strict=True)
+        return _put_together(batch, batch.items, pictures, [self._required(*pair) for pair in pairs])
 
     def stream(self, schedule: BatchSchedule, epoch: int, start: int = 0) -> Iterator[tuple[MicroBatch, Tensor]]:
         """Yield the micro-batches of an epoch with their latents; an image that has none gives its place to another.
@@ -284,15 +308,15 @@ class FreshLatents(LatentSource):
         The other one is the next of the same bucket and dataset, so that sizes and counts stay as planned.
         """
         batches = schedule.epoch(epoch, start)
-        for batch, pixels in _decoded_ahead(batches, lambda batch: [(i.record, i.flipped) for i in batch.items]):
-            latents = self._encode([(item.record, image) for item, image in zip(batch.items, pixels, strict=True)])
-            items, kept = list(batch.items), list(latents)
-            for place, latent in enumerate(latents):
+        for batch, pictures in _ahead(batches, read_picture, lambda batch: [item.view for item in batch.items]):
+            items, kept = list(batch.items), []
+            for place, latent in enumerate(self._encode([item.record for item in items], pictures)):
                 if latent is None:
-                    items[place], kept[place] = self._replacement(items[place], schedule)
-            yield replace(batch, items=tuple(items)), torch.stack([latent for latent in kept if latent is not None])
+                    items[place], pictures[place], latent = self._replacement(items[place], schedule)
+                kept.append(latent)
+            yield _put_together(batch, items, pictures, kept)
 
-    def _replacement(self, item: BatchItem, schedule: BatchSchedule) -> tuple[BatchItem, Tensor]:
+    def _replacement(self, item: BatchItem, schedule: BatchSchedule) -> tuple[BatchItem, Picture, Tensor]:
         others = [
             record
             for record in schedule.index.datasets[item.record.dataset].records
@@ -301,9 +325,10 @@ class FreshLatents(LatentSource):
         others.sort(key=lambda record: (record.record_id < item.record.record_id, record.record_id))
         for record in others:
             other = schedule.draw(record, item.epoch, item.position)
-            (latent,) = self._encode([(record, read_pixels(record, other.flipped))])
+            picture = read_picture(other.view)
+            (latent,) = self._encode([record], [picture])
             if latent is not None:
-                return other, latent
+                return other, picture, latent
         raise DataError(
             f"No image of the bucket {item.bucket[0]}x{item.bucket[1]} has finite latents, not even in fp32; "
             f"{item.record.path} is one of them. The VAE is damaged, or those images are."
@@ -315,15 +340,24 @@ class FreshLatents(LatentSource):
         return latent
 
 
-def _decoded_ahead(
-    jobs: Iterable[Job], images_of: Callable[[Job], Sequence[Image]]
-) -> Iterator[tuple[Job, list[NDArray[np.uint8]]]]:
-    """Yield each job with its decoded images, while threads decode those of the next ones."""
+def _put_together(
+    batch: MicroBatch, items: Sequence[BatchItem], pictures: Sequence[Picture], latents: Sequence[Tensor]
+) -> tuple[MicroBatch, Tensor]:
+    stacked = torch.stack(list(latents))
+    masks = [None if picture.mask is None else mask_on_grid(picture.mask, stacked.shape[-2:]) for picture in pictures]
+    masked = [_with_mask(item, mask) for item, mask in zip(items, masks, strict=True)]
+    return replace(batch, items=tuple(masked)), stacked
+
+
+def _ahead(
+    jobs: Iterable[Job], read: Callable[[View], Read], views_of: Callable[[Job], Sequence[View]]
+) -> Iterator[tuple[Job, list[Read]]]:
+    """Yield each job with what is read of its images, while threads read those of the next ones."""
     pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-    waiting: deque[tuple[Job, list[Future[NDArray[np.uint8]]]]] = deque()
+    waiting: deque[tuple[Job, list[Future[Read]]]] = deque()
     try:
         for job in jobs:
-            waiting.append((job, [pool.submit(read_pixels, *image) for image in images_of(job)]))
+            waiting.append((job, [pool.submit(read, view) for view in views_of(job)]))
             if len(waiting) > _DECODED_AHEAD:
                 first, images = waiting.popleft()
                 yield first, [image.result() for image in images]

@@ -5,11 +5,30 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 from maulstick.data.buckets import Placement, Size
 from maulstick.data.findings import Finding
 from maulstick.errors import DataError
 from maulstick.options.dataset_config import DatasetSpec, SubsetSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """The mask of an image's loss.
+
+    Attributes:
+        channel: of the file at ``path``, the image itself or a file of its own.
+        content_hash: SHA-256 of that file, in hex.
+        box: (left, top, right, bottom) of what is not black, None where all is black.
+        whole: it is white everywhere.
+    """
+
+    path: Path
+    content_hash: str
+    channel: Literal["alpha", "red"]
+    box: tuple[int, int, int, int] | None
+    whole: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +43,7 @@ class ImageRecord:
         repeats: how often it is used per epoch; for a regularisation image after balancing, 0 where it is not needed.
         content_hash: SHA-256 of the file, in hex.
         dataset: number of its dataset, from 0.
+        mask: where its loss counts; None for everywhere.
     """
 
     record_id: int
@@ -36,6 +56,7 @@ class ImageRecord:
     dataset: int
     content_hash: str
     placement: Placement
+    mask: Mask | None = None
 
     @property
     def is_reg(self) -> bool:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from maulstick.data.findings import names
 from maulstick.data.images import ImageError, verify_image
+from maulstick.data.masks import images_by_stem, only_one, refuse_shared
 from maulstick.data.records import ImageRecord
-from maulstick.data.scan import look_into
 from maulstick.errors import DataError
 
 
@@ -44,42 +44,19 @@ def find_references(records: Sequence[ImageRecord], folder: Path | None) -> dict
         below = folder / image.parent.name
         place = below if below.is_dir() else folder
         if place not in listed:
-            listed[place] = _by_stem(place)
-        candidates = listed[place].get(image.stem, [])
-        if len(candidates) > 1:
-            raise DataError(
-                f"conditioning_data_dir: {image} has {len(candidates)} reference images ({names(candidates)}). Leave "
-                "one of them there."
-            )
-        if candidates:
-            found[image] = candidates[0]
-        else:
+            listed[place] = images_by_stem(place)
+        reference = only_one(image, listed[place].get(image.stem, []), "reference image")
+        if reference is None:
             missing.append(image)
+        else:
+            found[image] = reference
     if missing:
         raise DataError(
             f"conditioning_data_dir: {folder} has no reference image for {len(missing)} of {len(paths)} training "
             f"images ({names(missing)}). It must have the same name, with any image extension."
         )
-    _refuse_shared(found, folder)
+    refuse_shared(found, "reference")
     return _verified(found)
-
-
-def _by_stem(folder: Path) -> dict[str, list[Path]]:
-    stems: dict[str, list[Path]] = {}
-    for image in look_into(folder).images:
-        stems.setdefault(image.stem, []).append(image)
-    return stems
-
-
-def _refuse_shared(found: Mapping[Path, Path], folder: Path) -> None:
-    owner: dict[Path, Path] = {}
-    for image, reference in found.items():
-        other = owner.setdefault(reference, image)
-        if other != image:
-            raise DataError(
-                f"conditioning_data_dir: {reference.name} would be the reference of both {other} and {image}. Put "
-                f"references into folders named as the image folders ({folder / image.parent.name} and so on)."
-            )
 
 
 def _verified(found: Mapping[Path, Path]) -> dict[Path, Reference]:

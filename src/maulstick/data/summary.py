@@ -14,7 +14,7 @@ from maulstick.options.dataset_config import SubsetSpec
 
 @dataclass(frozen=True)
 class FolderSummary:
-    """One image folder. ``with_caption``: images whose caption comes from a file."""
+    """One image folder. ``with_caption``: images whose caption comes from a file; ``with_mask``: that have a mask."""
 
     folder: str
     images: int
@@ -22,6 +22,9 @@ class FolderSummary:
     repeats: int
     class_tokens: str | None
     is_reg: bool
+    with_mask: int = 0
+    random_crop: bool = False
+    color_aug: bool = False
 
 
 @dataclass(frozen=True)
@@ -84,6 +87,9 @@ def _summarize(dataset: IndexedDataset) -> DatasetSummary:
                 repeats=subset.num_repeats,
                 class_tokens=subset.class_tokens,
                 is_reg=subset.is_reg,
+                with_mask=sum(image.mask is not None for image in images),
+                random_crop=subset.random_crop,
+                color_aug=subset.color_aug,
             )
             for subset, images in _by_folder(dataset)
         ),
@@ -153,7 +159,9 @@ def datasets_metadata(index: DatasetIndex) -> list[dict[str, Any]]:
                 {
                     "img_count": len(images),
                     "num_repeats": subset.num_repeats,
+                    "color_aug": subset.color_aug,
                     "flip_aug": subset.flip_aug,
+                    "random_crop": subset.random_crop,
                     "shuffle_caption": subset.shuffle_caption,
                     "keep_tokens": subset.keep_tokens,
                     "image_dir": subset.image_dir.name,

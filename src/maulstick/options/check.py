@@ -176,6 +176,12 @@ def _check_rates(options: TrainOptions) -> None:
 
 def _check_data(options: TrainOptions) -> None:
     data = options.dataset
+    _check_masks(data, options.network.network_type)
+    for name in ("random_crop", "color_aug"):
+        # With a description, what its subsets say counts.
+        if getattr(data, name) and data.cache_latents and data.dataset_config is None:
+            reason = "latents are cached once, and such images are others each time. Remove one of them."
+            raise _contradiction(name, "cache_latents", reason)
     width, height = parse_resolution(data.resolution)
     if data.dataset_config is not None:
         for name in ("train_data_dir", "reg_data_dir"):
@@ -202,6 +208,32 @@ def _check_data(options: TrainOptions) -> None:
                 f"resolution = {data.resolution}",
                 "the size of training must lie between min_bucket_reso and max_bucket_reso. Change one of them.",
             )
+
+
+def _check_masks(data: DatasetOptions, network_type: str) -> None:
+    is_ip_adapter = network_type == "ip_adapter"
+    if data.conditioning_data_dir is not None:
+        if data.masked_loss and is_ip_adapter:
+            raise _contradiction(
+                "masked_loss",
+                "conditioning_data_dir",
+                "it is the folder of an IP-Adapter's reference images. Name the masks in a dataset_config, each "
+                "subset with a conditioning_data_dir of its own, or use alpha_mask.",
+            )
+        if not data.masked_loss and not is_ip_adapter:
+            raise OptionError(
+                "conditioning_data_dir is given, but nothing uses it: it holds masks with masked_loss, and reference "
+                "images with network_type = ip_adapter. Add one of them, or remove it."
+            )
+        if data.masked_loss and data.alpha_mask:
+            raise _contradiction(
+                "alpha_mask", "conditioning_data_dir", "masks are either alpha channels or files. Remove one of them."
+            )
+    elif data.masked_loss and not data.alpha_mask and data.dataset_config is None:
+        raise OptionError(
+            "masked_loss is given without masks. Give conditioning_data_dir (a folder of masks named as the images) or "
+            "alpha_mask (the images' alpha channels)."
+        )
 
 
 def _check_samples(options: TrainOptions) -> None:

@@ -6,7 +6,7 @@ in them and says what happens to it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,30 @@ from maulstick.options.dataset_spec import (
     SubsetSpec,
     check_limits,
     checked,
+    with_masks_below,
 )
+
+
+def _refuse_no_masks(options: DatasetOptions, specs: Sequence[DatasetSpec]) -> None:
+    subsets = [subset for spec in specs for subset in spec.subsets]
+    if options.masked_loss and not any(subset.alpha_mask or subset.conditioning_data_dir for subset in subsets):
+        raise OptionError(
+            f"masked_loss is given, but no subset of {options.dataset_config} has masks. Give subsets "
+            "conditioning_data_dir = 'FOLDER' (masks named as the images) or alpha_mask = true."
+        )
+
+
+def _refuse_caching_of_varied(options: DatasetOptions, specs: Sequence[DatasetSpec]) -> None:
+    if not options.cache_latents:
+        return
+    for spec in specs:
+        for subset in spec.subsets:
+            for name in ("random_crop", "color_aug"):
+                if getattr(subset, name):
+                    raise OptionError(
+                        f"{spec.source}: {name} (subset {subset.image_dir}) and cache_latents contradict each other: "
+                        "latents are cached once, and such images are others each time. Remove one of them."
+                    )
 
 
 def parse_folder_name(name: str) -> tuple[int, str] | None:
@@ -53,6 +76,9 @@ def dataset_specs(options: DatasetOptions) -> list[DatasetSpec]:
     of the wrong type, out of range, contradictory or names a folder that is not there.
     """
     defaults = _command_line_values(options)
+    masks = None
+    if options.masked_loss and options.conditioning_data_dir is not None:
+        masks = _existing_folder(options.conditioning_data_dir, "conditioning_data_dir")
     if options.dataset_config is not None:
         for name in ("train_data_dir", "reg_data_dir"):
             if getattr(options, name) is not None:
@@ -60,7 +86,16 @@ def dataset_specs(options: DatasetOptions) -> list[DatasetSpec]:
                     f"dataset_config and {name} are both given, but dataset_config already names all image folders. "
                     "Leave one of them out."
                 )
-        return read_description(options.dataset_config, defaults, options.prior_loss_weight)
+        specs = read_description(
+            options.dataset_config,
+            defaults,
+            prior_loss_weight=options.prior_loss_weight,
+            masks=masks,
+            masked_loss=options.masked_loss,
+        )
+        _refuse_no_masks(options, specs)
+        _refuse_caching_of_varied(options, specs)
+        return specs
     if options.train_data_dir is None:
         raise OptionError(
             "No training images were named. Give train_data_dir (a folder that holds folders such as 10_cat) "
@@ -74,6 +109,8 @@ def dataset_specs(options: DatasetOptions) -> list[DatasetSpec]:
     if reg_root is not None:
         folders = _image_folders(reg_root, "reg_data_dir")
         subsets += [_folder_subset(folder, defaults, is_reg=True) for folder in folders]
+    if masks is not None:
+        subsets = [with_masks_below(subset, masks) for subset in subsets]
     return [
         DatasetSpec(
             subsets=tuple(subsets),

@@ -18,11 +18,23 @@ from maulstick.options.dataset_spec import (
     SubsetSpec,
     check_limits,
     checked,
+    with_masks_below,
 )
 from maulstick.options.dataset_values import Check
 
 
-def read_description(file: Path, defaults: Mapping[str, Any], prior_loss_weight: float) -> list[DatasetSpec]:
+def read_description(
+    file: Path, defaults: Mapping[str, Any], *, prior_loss_weight: float, masks: Path | None, masked_loss: bool
+) -> list[DatasetSpec]:
+    """Return the datasets of a description.
+
+    Args:
+        defaults: values by key where the description leaves them open.
+        masks: folder of masks of the subsets that name none.
+        masked_loss: whether a subset may name one.
+
+    Raises OptionError for anything that is unknown, of the wrong type, out of range or contradictory.
+    """
     document = _parsed(file)
     unknown = [key for key in document if key not in ("general", "datasets")]
     if unknown:
@@ -44,6 +56,13 @@ def read_description(file: Path, defaults: Mapping[str, Any], prior_loss_weight:
             _described_subset(file, subset, values, f"{file}, [[datasets.subsets]] number {place} of dataset {number}")
             for place, subset in enumerate(subset_tables, start=1)
         ]
+        if not masked_loss and (named := next((each for each in subsets if each.conditioning_data_dir), None)):
+            raise OptionError(
+                f"{where}: conditioning_data_dir = {named.conditioning_data_dir} holds masks, which only masked_loss "
+                "uses. Add masked_loss, or remove it."
+            )
+        if masks is not None:
+            subsets = [with_masks_below(subset, masks) for subset in subsets]
         specs.append(
             DatasetSpec(
                 subsets=tuple(subsets),
@@ -112,12 +131,20 @@ def _described_subset(file: Path, table: Mapping[str, Any], inherited: Mapping[s
     own = _checked_table(table, SUBSET_KEYS | OWN_SUBSET_KEYS, where)
     if "image_dir" not in own:
         raise OptionError(f"{where}: image_dir is missing; every subset names its image folder with it.")
-    folder, note = _described_folder(own.pop("image_dir"), file, where)
+    folder, note = _described_folder("image_dir", own.pop("image_dir"), file, where)
+    masks = own.pop("conditioning_data_dir", None)
     values = {name: inherited[name] for name in SUBSET_KEYS if name in inherited} | own
+    if masks is not None:
+        values["conditioning_data_dir"], _ = _described_folder("conditioning_data_dir", masks, file, where)
+        if values.get("alpha_mask"):
+            raise OptionError(
+                f"{where}: alpha_mask and conditioning_data_dir contradict each other: masks are either alpha channels "
+                "or files. Set alpha_mask = false in this subset, or remove conditioning_data_dir."
+            )
     return SubsetSpec(image_dir=folder, image_dir_note=note, **values)
 
 
-def _described_folder(written: str, file: Path, where: str) -> tuple[Path, str | None]:
+def _described_folder(key: str, written: str, file: Path, where: str) -> tuple[Path, str | None]:
     """Find a folder where sd-scripts would (from the current directory), else beside the description."""
     folder = Path(written).expanduser()
     if folder.is_dir():
@@ -125,13 +152,13 @@ def _described_folder(written: str, file: Path, where: str) -> tuple[Path, str |
     beside = file.parent / folder
     if not folder.is_absolute() and beside.is_dir():
         return beside, (
-            f"image_dir '{written}' is not below the current directory; the one beside {file.name} is used: {beside}"
+            f"{key} '{written}' is not below the current directory; the one beside {file.name} is used: {beside}"
         )
     if folder.is_file():
-        raise OptionError(f"{where}: image_dir '{written}' is a file; a folder is expected.")
+        raise OptionError(f"{where}: {key} '{written}' is a file; a folder is expected.")
     looked = f"{folder}" if folder.is_absolute() else f"{Path.cwd() / folder}, {beside}"
     hint = nearest_name_hint(folder.name, [*folders_in(folder.parent), *folders_in(beside.parent)])
-    raise OptionError(f"{where}: there is no folder image_dir '{written}' (looked for: {looked}).{hint}")
+    raise OptionError(f"{where}: there is no folder {key} '{written}' (looked for: {looked}).{hint}")
 
 
 def folders_in(folder: Path) -> list[str]:

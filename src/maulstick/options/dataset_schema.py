@@ -63,6 +63,16 @@ class DatasetOptions:
     """Never enlarge an image: small ones get a bucket of their own size."""
     flip_aug: bool = False
     """Mirror images at random, with chance 1/2."""
+    random_crop: bool = False
+    """Cut images at a random place after resizing instead of in the middle; not with cache_latents."""
+    color_aug: bool = False
+    """Change hue, saturation, brightness and contrast a little, with chance 1/2; not with cache_latents."""
+    alpha_mask: bool = False
+    """Weigh the loss by the alpha channels of the images; their colours are taken as they are, whatever the alpha."""
+    masked_loss: bool = False
+    """Weigh the loss by masks from conditioning_data_dir (white is trained, black is not), or by alpha_mask."""
+    conditioning_data_dir: Path | None = None
+    """Folder of masks (masked_loss) or of an IP-Adapter's reference images (without it), named as the images."""
     cache_latents: bool = False
     """Encode all images once before training and keep the latents in memory."""
     cache_latents_to_disk: bool = False

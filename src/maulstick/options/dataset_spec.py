@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ class SubsetSpec:
         num_repeats: how often each of its images is used per epoch; below 1 the folder is not used.
         class_tokens: caption of images that have no caption file, None where nothing was given.
         caption_extension: extension looked for first, with its dot; ``.txt`` and ``.caption`` follow.
+        alpha_mask: the alpha channels of its images are masks.
+        conditioning_data_dir: folder of masks, None where there are none.
         image_dir_note: how ``image_dir`` was found, where that needs saying.
     """
 
@@ -52,6 +54,10 @@ class SubsetSpec:
     token_warmup_min: int = 1
     token_warmup_step: float = 0.0
     flip_aug: bool = False
+    random_crop: bool = False
+    color_aug: bool = False
+    alpha_mask: bool = False
+    conditioning_data_dir: Path | None = None
     image_dir_note: str | None = None
 
 
@@ -76,6 +82,20 @@ class DatasetSpec:
     train_data_dir: Path | None = None
     reg_data_dir: Path | None = None
     source: str = "train_data_dir"
+
+
+def with_masks_below(subset: SubsetSpec, masks: Path) -> SubsetSpec:
+    """Return a subset with the masks that one folder for all has for it, unless it has masks of its own.
+
+    They lie in a folder of the subset's name below it, or else directly in it. The latter goes for training images
+    only: regularisation images often have the same names.
+    """
+    if subset.conditioning_data_dir is not None or subset.alpha_mask:
+        return subset
+    below = masks / subset.image_dir.name
+    if below.is_dir():
+        return replace(subset, conditioning_data_dir=below)
+    return subset if subset.is_reg else replace(subset, conditioning_data_dir=masks)
 
 
 DATASET_KEYS: dict[str, Check] = {
@@ -105,19 +125,18 @@ SUBSET_KEYS: dict[str, Check] = {
     "token_warmup_min": whole_number(0),
     "token_warmup_step": fraction_or_steps,
     "flip_aug": boolean,
+    "random_crop": boolean,
+    "color_aug": boolean,
+    "alpha_mask": boolean,
 }
-OWN_SUBSET_KEYS: dict[str, Check] = {"image_dir": text, "is_reg": boolean}
+OWN_SUBSET_KEYS: dict[str, Check] = {"image_dir": text, "is_reg": boolean, "conditioning_data_dir": text}
 
 NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "alpha_mask": ("loss masked by the alpha channel", (False,)),
     "cache_info": ("a file with image sizes and captions, kept between runs", (False,)),
-    "color_aug": ("random changes of colour", (False,)),
-    "conditioning_data_dir": ("control images for ControlNet", ()),
     "custom_attributes": ("free attributes of a subset", ({},)),
-    "face_crop_aug_range": ("random crops around faces", ()),
+    "face_crop_aug_range": ("crops around faces whose places are in file names; cut the faces out into images", ()),
     "metadata_file": ("captions and tags from one JSON file", ()),
     "network_multiplier": ("another strength of the network for one dataset", (1,)),
-    "random_crop": ("crops at random places", (False,)),
     "resize_interpolation": ("another filter for resizing", ()),
     "skip_image_resolution": ("leaving out images below a size", ()),
     "validation_seed": ("the seed of the validation split", ()),

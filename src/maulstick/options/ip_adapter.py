@@ -49,7 +49,7 @@ def check_ip_adapter(options: TrainOptions, given: Collection[str], *, with_file
             f"caption_dropout_rate = {options.dataset.caption_dropout_rate:g} would come on top of text_dropout_rate, "
             "which drops captions in an IP-Adapter's training. Set text_dropout_rate instead."
         )
-    if options.dataset.flip_aug and own.conditioning_data_dir is not None:
+    if options.dataset.flip_aug and options.dataset.conditioning_data_dir is not None:
         raise OptionError(
             "flip_aug with conditioning_data_dir would mirror images and not their references. Remove flip_aug."
         )

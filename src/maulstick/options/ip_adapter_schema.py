@@ -20,8 +20,6 @@ class IpAdapterOptions:
     """SD 1.x, 2.x and XL: plain (4 tokens of the whole image) or plus (16 tokens of its parts); plain without this."""
     ip_adapter_tokens: int | None = None
     """Tokens that an image becomes; without it 4 (plain, where nothing else is possible), 16 (plus) or 64 (SD3)."""
-    conditioning_data_dir: Path | None = None
-    """Folder of reference images, named as the training images; without it every image is its own reference."""
     image_dropout_rate: float = 0.05
     """Chance (0 to 1) to train without the reference image."""
     text_dropout_rate: float = 0.05

@@ -102,11 +102,10 @@ _NETWORK: dict[str, NoEffect | Refused | Renamed] = {
 _DATA: dict[str, NoEffect | Refused | Renamed] = {
     "caption_extention": Renamed("caption_extension"),
     "weighted_captions": _later("weighting words of a caption", default=False),
-    "color_aug": _later("random changes of colour", default=False),
-    "random_crop": _later("cropping at random places", default=False),
-    "face_crop_aug_range": _later("random crops around faces"),
-    "alpha_mask": _later("a loss masked by the alpha channel", default=False),
-    "masked_loss": _later("a masked loss", default=False),
+    "face_crop_aug_range": Refused(
+        "crops around faces, whose places are read from file names, are not supported; cut the faces out into images "
+        "of their own beside the whole ones, or use random_crop"
+    ),
     "resize_interpolation": _later("choosing the filter for resizing"),
     "skip_image_resolution": _later("leaving out images below a size"),
     "train_inpainting": _later("training for inpainting", default=False),
@@ -263,7 +262,7 @@ NETWORK_MODULES: Mapping[str, str] = {
 _GUARD_OPTIONS = frozenset(option.name for option in fields(GuardOptions))
 _RESCUE_OPTIONS = frozenset(option.name for option in fields(RescueOptions))
 _AUTOPSY_OPTIONS = frozenset(option.name for option in fields(AutopsyOptions))
-_IP_ADAPTER_OPTIONS = frozenset(option.name for option in fields(IpAdapterOptions)) - {"conditioning_data_dir"}
+_IP_ADAPTER_OPTIONS = frozenset(option.name for option in fields(IpAdapterOptions))
 DIFFERENCES: Mapping[str, str] = {
     "clip_skip": "SDXL and SD3 take a layer of their own: 1 counts as not given there, another layer is refused",
     "network_module": "networks.lora is the default for all models; networks.lora_sd3 for SD3 is the same",
@@ -295,7 +294,9 @@ DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(_RESCUE_OPTIONS, "going back to a good state when a run is lost"),
     **dict.fromkeys(_AUTOPSY_OPTIONS, "finding where NaN or infinity came from"),
     **dict.fromkeys(_IP_ADAPTER_OPTIONS, "training of IP-Adapters, which sd-scripts does not have"),
-    "conditioning_data_dir": "reference images of an IP-Adapter (sd-scripts: masks, and images for ControlNet)",
+    "conditioning_data_dir": "masks with masked_loss, also for plain folders; else an IP-Adapter's reference images",
+    "random_crop": "after resizing to the bucket (sd-scripts without buckets: from the image in its own size)",
+    "color_aug": "also saturation, brightness and contrast, chance 1/2 (sd-scripts: hue or gamma, 1/3)",
     "ema_decay": "saving a running average of the weights",
     "console": "terminal output",
     "log_details_every_n_steps": "norms by block and losses by timestep in the event log",

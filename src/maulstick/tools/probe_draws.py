@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from typing import TypeVar
 
@@ -14,7 +14,7 @@ from maulstick.data.batches import MicroBatch
 from maulstick.data.cache import TextStateCache
 from maulstick.data.captions import shuffled
 from maulstick.data.findings import Finding
-from maulstick.data.latents import CachedLatents
+from maulstick.data.latents import CachedLatents, masks_of
 from maulstick.families.base import Conditioning, Family
 from maulstick.options.schema import ObjectiveOptions, Precision
 from maulstick.train.console import RunConsole
@@ -32,11 +32,15 @@ _TIMESTEP_POOL = 4096
 
 @dataclass(frozen=True)
 class ProbeImage:
-    """An image ready for the denoiser: ``latents`` (1, C, H, W) on the CPU, its conditioning with a batch of one."""
+    """An image ready for the denoiser: ``latents`` (1, C, H, W) on the CPU, its conditioning with a batch of one.
+
+    ``mask`` (1, 1, H, W) is 1 everywhere for an image without.
+    """
 
     name: str
     latents: Tensor
     conditioning: Conditioning
+    mask: Tensor
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,8 @@ def take_images(prepared: Prepared, count: int, console: RunConsole) -> list[Pro
     """Choose ``count`` training images (all, where there are fewer) by the run's seed, and encode them.
 
     Regularisation images are left out. Each image comes once, whatever its repeats; caption and mirroring are drawn as
-    in training. An image without finite latents is named and left out. The encoders are released afterwards.
+    in training, but crops are those of the middle, and colours are as they are. An image
+    without finite latents is named and left out. The encoders are released afterwards.
     """
     records = [record for record in prepared.index.records if not record.is_reg]
     chosen = shuffled(records, Random(f"maulstick probe {prepared.seed}"))[:count]
@@ -72,19 +77,18 @@ def take_images(prepared: Prepared, count: int, console: RunConsole) -> list[Pro
     latents.prepare()
     family.release_encoders(vae=True, text_encoders=False)
     items = [
-        prepared.batches.draw(record, 0, place)
+        replace(prepared.batches.draw(record, 0, place), drawn_crop=None, colours=None)
         for place, record in enumerate(chosen)
         if record.record_id not in latents.excluded
     ]
     states = TextStateCache(family, device="cpu")
-    images = [
-        ProbeImage(
-            str(item.record.path),
-            latents.latents_for(MicroBatch(0, 0, (item,))),
-            {**states.states_for([item.caption]), **family.image_conditioning([item.framing])},
-        )
-        for item in items
-    ]
+    images = []
+    for item in items:
+        batch, encoded = latents.filled(MicroBatch(0, 0, (item,)))
+        conditioning = {**states.states_for([item.caption]), **family.image_conditioning([item.framing])}
+        masks = masks_of(batch.items)
+        mask = torch.ones_like(encoded[:, :1]) if masks is None else masks
+        images.append(ProbeImage(str(item.record.path), encoded, conditioning, mask))
     family.release_encoders(vae=False, text_encoders=True)
     return images
 
@@ -162,7 +166,8 @@ class LossBench:
         names = draws[0].image.conditioning
         conditioning = {name: torch.cat([draw.image.conditioning[name] for draw in draws]).to(device) for name in names}
         prediction = self._trainee(batch.noisy, batch.timesteps, conditioning=conditioning)
-        return image_losses(family, prediction, batch, self.objective, torch.ones(len(draws), device=device))
+        weights, masks = torch.ones(len(draws), device=device), torch.cat([draw.image.mask for draw in draws])
+        return image_losses(family, prediction, batch, self.objective, weights, masks.to(device))
 
     def in_parts(self, draws: Sequence[Draw]) -> Iterator[list[int]]:
         """Yield places in ``draws`` that can be run at once: images of one size, at most ``batch_size``."""

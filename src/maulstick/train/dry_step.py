@@ -92,7 +92,7 @@ def _dry_step(loaded: LoadedOptions, prepared: Prepared) -> DryRun:
     source = FreshLatents(prepared.index, family, device=device)
     source.needs_vae = not options.dataset.cache_latents
     batch = largest_batch(prepared.batches)
-    latents = source.latents_for(batch)
+    batch, latents = source.filled(batch)
     loop = run.build_loop(prepared, source, GradientGuard(guard_config(options)[0]))
     if loop.parts.text_states is not None:
         loop.parts.text_states.states_for([item.caption for item in batch.items])
@@ -123,7 +123,7 @@ def _second_of_two(
     for _ in range(2):
         _wait_for(device)
         started = time.perf_counter()
-        window = [(batch, source.latents_for(batch) if encode_each_time else latents) for _ in range(size)]
+        window = [source.filled(batch) if encode_each_time else (batch, latents) for _ in range(size)]
         loss = loop.accumulate_gradients(window, float(images))
         losses.append(float(loss))
         without = _without_gradient(loop)

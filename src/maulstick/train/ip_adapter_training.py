@@ -129,8 +129,8 @@ class IpAdapterTraining(Trains):
 
     @property
     def sentence(self) -> str:
-        own = self.options.ip_adapter
-        where = "the images themselves" if own.conditioning_data_dir is None else str(own.conditioning_data_dir)
+        own, references = self.options.ip_adapter, self.options.dataset.conditioning_data_dir
+        where = "the images themselves" if references is None else str(references)
         drops = (own.image_dropout_rate, own.text_dropout_rate, own.image_text_dropout_rate)
         shown = "image {:.3g} %, caption {:.3g} %, both {:.3g} %".format(*(100 * rate for rate in drops))
         text = f"references {where}; dropped: {shown}"
@@ -143,7 +143,7 @@ class IpAdapterTraining(Trains):
         return f"{self.encoder.identity(feature_kind(self.spec))}/{references_digest(self._references)}"
 
     def check_data(self, index: DatasetIndex) -> None:
-        self._references = find_references(index.records, self.options.ip_adapter.conditioning_data_dir)
+        self._references = find_references(index.records, self.options.dataset.conditioning_data_dir)
 
     # --- training ----------------------------------------------------------------------------------------------------
 

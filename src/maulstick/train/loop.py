@@ -13,6 +13,7 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from maulstick.data.batches import MicroBatch
+from maulstick.data.latents import masks_of
 from maulstick.guard import StepOutcome, guarded_step
 from maulstick.train.console import StepLine
 from maulstick.train.details import blocks_as_groups
@@ -162,7 +163,9 @@ class TrainingLoop:
         about_images |= parts.conditioner.about(batch.items)
         prediction = parts.trainee(noisy.noisy, noisy.timesteps, about_images=about_images, **text)
         weights = torch.tensor([item.loss_weight for item in batch.items], device=device)
-        losses = image_losses(parts.family, prediction, noisy, parts.options.objective, weights)
+        masks = masks_of(batch.items)
+        masks = None if masks is None else masks.to(device)
+        losses = image_losses(parts.family, prediction, noisy, parts.options.objective, weights, masks)
         self._draws.append((noisy.timesteps, losses.detach()))
         return losses
 

@@ -87,11 +87,18 @@ def make_noisy(family: Family, latents: Tensor, options: ObjectiveOptions, gener
 
 
 def image_losses(
-    family: Family, prediction: Tensor, batch: NoisyBatch, options: ObjectiveOptions, image_weights: Tensor
+    family: Family,
+    prediction: Tensor,
+    batch: NoisyBatch,
+    options: ObjectiveOptions,
+    image_weights: Tensor,
+    masks: Tensor | None = None,
 ) -> Tensor:
     """Return the weighted error of each image, shape (B,), in fp32.
 
-    ``image_weights`` (B,) holds 1 for training images and ``prior_loss_weight`` for regularisation images.
+    ``image_weights`` (B,) holds 1 for training images and ``prior_loss_weight`` for regularisation images. ``masks``
+    (B, 1, H, W) multiply the error of each element; the mean is over all of them, so that a small mask gives a small
+    loss, as in sd-scripts.
     """
     error = prediction.float() - batch.target.float()
     if options.loss_type == "l2":
@@ -100,6 +107,8 @@ def image_losses(
         loss = error.abs()
     else:
         loss = _pseudo_huber(error, huber_widths(family, batch.timesteps, options), options.loss_type == "huber")
+    if masks is not None:
+        loss = loss * masks
     per_image = loss.flatten(1).mean(1)
     return per_image * loss_weights(family, batch.timesteps, options) * image_weights
 

@@ -180,6 +180,9 @@ def plan_lines(plan: Plan, *, with_findings: bool = True) -> list[str]:
     ]
     lines += [
         f"           {folder['folder']}: {folder['images']} images x {folder['repeats']}"
+        + (f", {folder['masks']} with masks" if folder["masks"] else "")
+        + (", random crops" if folder["random_crop"] else "")
+        + (", random colours" if folder["color_aug"] else "")
         + (" (regularisation)" if folder["is_reg"] else "")
         for folder in plan.folders
     ]

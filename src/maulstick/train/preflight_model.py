@@ -11,7 +11,7 @@ from torch import Tensor
 
 from maulstick.data.batches import MicroBatch
 from maulstick.data.findings import Finding, Severity, counted, names
-from maulstick.data.latents import read_pixels
+from maulstick.data.pixels import read_pixels
 from maulstick.data.records import ImageRecord
 from maulstick.families.base import Family
 from maulstick.train.objective import loss_weights

@@ -194,6 +194,9 @@ def _folder_rows(summaries: list[DatasetSummary]) -> list[dict[str, Any]]:
             "repeats": folder.repeats,
             "class_tokens": folder.class_tokens,
             "is_reg": folder.is_reg,
+            "masks": folder.with_mask,
+            "random_crop": folder.random_crop,
+            "color_aug": folder.color_aug,
         }
         for summary in summaries
         for folder in summary.folders

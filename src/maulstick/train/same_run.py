@@ -107,7 +107,8 @@ def dataset_facts(index: DatasetIndex) -> list[list[str]]:
 
 
 def _digest(record: ImageRecord) -> str:
-    subset = {name: value for name, value in vars(record.subset).items() if name not in ("image_dir", "image_dir_note")}
+    places = ("image_dir", "image_dir_note", "conditioning_data_dir")
+    subset = {name: value for name, value in vars(record.subset).items() if name not in places}
     told = (
         record.content_hash,
         record.captions,
@@ -115,6 +116,7 @@ def _digest(record: ImageRecord) -> str:
         record.placement,
         record.dataset,
         sorted(subset.items()),
+        None if record.mask is None else (record.mask.channel, record.mask.content_hash),
     )
     return hashlib.sha256(repr(told).encode()).hexdigest()[:16]
 
@@ -132,7 +134,7 @@ def refuse_other_dataset(saved: Sequence[Sequence[str]], index: DatasetIndex) ->
             ("gone", sorted(old.keys() - new.keys())),
             ("new", sorted(new.keys() - old.keys())),
             (
-                "changed (pixels, caption, repeats or size)",
+                "changed (pixels, mask, caption, repeats or size)",
                 sorted(n for n in old.keys() & new.keys() if old[n] != new[n]),
             ),
         )
