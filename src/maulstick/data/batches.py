@@ -26,6 +26,7 @@ class BatchItem:
         position: its place in the order of the epoch, from 0, counted over all processes.
         flipped: it is mirrored left to right.
         loss_weight: 1, or ``prior_loss_weight`` for a regularisation image.
+        judged: nothing is trained on it, and nothing of it is dropped: the model is measured.
     """
 
     record: ImageRecord
@@ -34,6 +35,7 @@ class BatchItem:
     flipped: bool
     caption: str
     loss_weight: float
+    judged: bool = False
 
     @property
     def bucket(self) -> Size:

@@ -58,6 +58,8 @@ class SubsetSpec:
     token_warmup_min: int = 1
     token_warmup_step: float = 0.0
     flip_aug: bool = False
+    validation_split: float = 0.0
+    validation_seed: int | None = None
     image_dir_note: str | None = None
 
 
@@ -210,6 +212,8 @@ _SUBSET_KEYS: dict[str, Check] = {
     "token_warmup_min": whole_number(0),
     "token_warmup_step": fraction_or_steps,
     "flip_aug": boolean,
+    "validation_split": share,
+    "validation_seed": whole_number(0),
 }
 _OWN_SUBSET_KEYS: dict[str, Check] = {"image_dir": text, "is_reg": boolean}
 
@@ -225,8 +229,6 @@ _NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "random_crop": ("crops at random places", (False,)),
     "resize_interpolation": ("another filter for resizing", ()),
     "skip_image_resolution": ("leaving out images below a size", ()),
-    "validation_seed": ("the seed of the validation split", ()),
-    "validation_split": ("holding images back for validation", (0,)),
 }
 """sd-scripts' other keys: what each does, and the values that mean "off", which are accepted."""
 
@@ -354,6 +356,11 @@ def _described_subset(file: Path, table: Mapping[str, Any], inherited: Mapping[s
     own = _checked_table(table, _SUBSET_KEYS | _OWN_SUBSET_KEYS, where)
     if "image_dir" not in own:
         raise OptionError(f"{where}: image_dir is missing; every subset names its image folder with it.")
+    if own.get("is_reg") and own.get("validation_split"):
+        raise OptionError(
+            f"{where}: validation_split and is_reg contradict each other: regularisation images are never held back. "
+            "Remove one."
+        )
     folder, note = _described_folder(own.pop("image_dir"), file, where)
     values = {name: inherited[name] for name in _SUBSET_KEYS if name in inherited} | own
     return SubsetSpec(image_dir=folder, image_dir_note=note, **values)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from maulstick.options.ip_adapter_schema import IpAdapterOptions
-from maulstick.options.schema import AutopsyOptions, GuardOptions, RescueOptions
+from maulstick.options.safety_schema import AutopsyOptions, GuardOptions, RescueOptions
 from maulstick.options.text_rates import BY_NUMBER
 
 Default = bool | int | float | str | tuple[()] | None
@@ -146,11 +146,6 @@ _RUN: dict[str, NoEffect | Refused | Renamed] = {
     "async_upload": NoEffect("only used with huggingface_repo_id", False),
     "save_state_to_huggingface": NoEffect("only used with huggingface_repo_id", False),
     "resume_from_huggingface": NoEffect("only used with resume", False),
-    "validation_split": _later("holding images back for validation", default=0.0),
-    "validation_seed": NoEffect("only used with validation_split"),
-    "validate_every_n_steps": NoEffect("only used with validation_split"),
-    "validate_every_n_epochs": NoEffect("only used with validation_split"),
-    "max_validation_steps": NoEffect("only used with validation_split"),
 }
 
 _OPTIMIZER: dict[str, NoEffect | Refused | Renamed] = {
@@ -280,6 +275,8 @@ DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(SUPPORTED_NETWORK_ARGUMENTS, "in sd-scripts only a key of network_args, which works too"),
     "network_type": "what is trained; sd-scripts and LyCORIS say it with network_module and algo",
     "block_lr": "all weights by block in one table; sd-scripts has down_lr_weight, mid_lr_weight and up_lr_weight",
+    "validation_split": "copies of a held-back picture are not trained either; also measured before the first step",
+    "max_validation_steps": "batches of train_batch_size over all processes together",
     "logging_dir": "may be left out: TensorBoard's files then go into output_dir/logs",
     **dict.fromkeys(_GUARD_OPTIONS, "the gradient guardian"),
     **dict.fromkeys(_RESCUE_OPTIONS, "going back to a good state when a run is lost"),

@@ -105,6 +105,11 @@ class RunRecords:
         for tracker in self.trackers:
             tracker.log({**values, "train/steps": step}, step=step)
 
+    def track(self, values: Mapping[str, float], *, step: int) -> None:
+        """Send values that are not there in every step to the trackers."""
+        for tracker in self.trackers:
+            tracker.log(dict(values), step=step)
+
     def gradient(self, epoch: int, step_in_epoch: int, verdict: Verdict) -> None:
         """Add a row to the gradient log."""
         if self.gradient_log is None:
