@@ -294,3 +294,17 @@ def test_a_lora_file_is_no_start_for_an_ip_adapter(make_run, tmp_path) -> None:
     save_file({"lora_unet_x.lora_down.weight": torch.zeros(1, 1)}, tmp_path / "lora.safetensors")
     with pytest.raises(ModelError, match="is no IP-Adapter"):
         make_run("--network_weights", str(tmp_path / "lora.safetensors")).prepare()
+
+
+def test_a_validation_drops_nothing_and_measures_at_full_scale(make_run) -> None:
+    drops = ("--image_dropout_rate", "0.4", "--text_dropout_rate", "0.4", "--ip_adapter_scale_warmup_steps", "50")
+    found = []
+    for further in ((), drops):
+        run = make_run("--validation_split", "0.5", *further, output=f"out{len(further)}")
+        run.prepare()
+        watcher = next(each for each in run.loop.parts.watchers if each.name == "validation")
+        run.loop.parts.conditioner.at_step(0)
+        run.loop.train_mode()
+        found.append(watcher.measure(run.loop))
+    assert len(found[0]) == 4
+    assert found[0] == found[1]

@@ -49,6 +49,8 @@ COMPANIONS: dict[str, str] = {
     "lr_scheduler_args": 'lr_scheduler = "polynomial"',
     **dict.fromkeys(("sample_every_n_steps", "sample_every_n_epochs", "sample_at_first"), 'sample_prompts = "p.txt"'),
     "dataset_config": 'train_data_dir = ""',
+    "masked_loss": "alpha_mask = true",
+    "conditioning_data_dir": 'network_type = "ip_adapter"\nimage_encoder = "clip"',
     **dict.fromkeys(
         ("skip_grad_norm_max", "nan_to_window", "inf_to_window", "skip_nan_immediate", "skip_inf_immediate"),
         "skip_grad_norm = true",

@@ -109,3 +109,45 @@ def test_two_processes_give_the_weights_of_one_with_the_same_global_batch(
     assert alone.keys() == together.keys()
     for name, tensor in alone.items():
         torch.testing.assert_close(together[name], tensor, rtol=1e-5, atol=1e-5)
+
+
+VALIDATE = """
+import os, sys
+import torch, torch.distributed as dist
+from maulstick.options.load import load_train_options
+from maulstick.train.run import TrainingRun
+torch.set_num_threads(1)
+run = TrainingRun(load_train_options(sys.argv[1:]))
+run.train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("spread", [(), ("--fsdp_base",)])
+def test_two_processes_measure_the_validation_loss_of_one(images: Path, tmp_path: Path, spread: tuple[str, ...]):
+    def arguments(output: str, *further: str) -> list[str]:
+        usual = {
+            "--pretrained_model_name_or_path": str(model_folder("tiny")),
+            "--train_data_dir": str(images),
+            "--output_dir": str(tmp_path / output),
+            "--resolution": "64",
+            "--train_batch_size": "2",
+            "--max_train_steps": "2",
+            "--learning_rate": "1e-3",
+            "--seed": "1",
+            "--validation_split": "0.6",
+            "--validate_every_n_steps": "1",
+            "--console": "plain",
+        }
+        return [*(token for pair in usual.items() for token in pair), "--network_train_unet_only", *further]
+
+    output_on_two(tmp_path, VALIDATE + LEAVE, arguments("two", *spread))
+    TrainingRun(load_train_options(arguments("one", "--gradient_accumulation_steps", "2"))).train()
+    two, one = (
+        [event for event in read_events(tmp_path / name / "last.events.jsonl") if event["event"] == "validation"]
+        for name in ("two", "one")
+    )
+    assert [event["step"] for event in two] == [event["step"] for event in one] == [0, 1, 2]
+    for mine, others in zip(two, one, strict=True):
+        assert mine["losses"] == pytest.approx(others["losses"], rel=1e-4)
+        assert mine["training_losses"] == pytest.approx(others["training_losses"], rel=1e-4)

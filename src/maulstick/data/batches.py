@@ -35,6 +35,7 @@ class BatchItem:
         drawn_crop: (left, top, right, bottom) in the resized image, where it was drawn.
         colours: how its colours are changed, None for not at all.
         mask: where the loss counts, fp32 (h, w) on the latents' grid; put in with the latents, None for everywhere.
+        judged: nothing is trained on it, and nothing of it is dropped: the model is measured.
     """
 
     record: ImageRecord
@@ -46,6 +47,7 @@ class BatchItem:
     drawn_crop: Crop | None = None
     colours: ColourChange | None = None
     mask: Tensor | None = field(default=None, compare=False, repr=False)
+    judged: bool = False
 
     @property
     def bucket(self) -> Size:

@@ -130,6 +130,19 @@ def caption_for(image: Captioned, rng: Random, moment: Moment = Moment()) -> str
     return _without_marks(caption, subset)
 
 
+def steady_caption(image: Captioned, rng: Random) -> str:
+    """Return the caption to judge an image with: all of it in its order; only wildcards are chosen, from ``rng``."""
+    certain = replace(
+        image.subset,
+        caption_dropout_rate=0.0,
+        caption_dropout_every_n_epochs=0,
+        caption_tag_dropout_rate=0.0,
+        token_warmup_step=0.0,
+        shuffle_caption=False,
+    )
+    return caption_for(_Certain(image.captions, certain), rng)
+
+
 def whole_caption(image: Captioned) -> str:
     """Return the caption with everything that it can hold: nothing dropped, and the first of all choices."""
     return _without_marks(_framed(image.captions[0] if image.captions else "", image.subset), image.subset)

@@ -188,7 +188,7 @@ class CachedLatents(LatentSource):
         Raises DataError where files cannot be written, or where no training image is left.
         """
         if self.to_disk:
-            check_writable(sorted({record.path.parent for record in self.index.records}))
+            check_writable(sorted({record.path.parent for record in self.index.in_use}))
         # Leaving a training image out can call for other regularisation images, and a copy of a bad one comes up next.
         while self._read_or_make(progress):
             self.index = self.index.without(self.excluded)
@@ -197,7 +197,7 @@ class CachedLatents(LatentSource):
     def _read_or_make(self, progress: Progress | None) -> bool:
         """Read or make what is not there yet; return whether images had to be excluded."""
         wanted: dict[LatentKey, View] = {}
-        for record in sorted(self.index.records, key=lambda record: record.placement.bucket):
+        for record in sorted(self.index.in_use, key=lambda record: record.placement.bucket):
             for flipped, key in self._keys(record).items():
                 if key not in self._kept and key not in self._files:
                     wanted.setdefault(key, View(record, flipped))
@@ -229,7 +229,7 @@ class CachedLatents(LatentSource):
 
     def _read_masks(self) -> None:
         """Read all masks. They are small, and no encoder is waited for: files of their own would save nothing."""
-        records = [record for record in self.index.records if record.mask is not None]
+        records = [record for record in self.index.in_use if record.mask is not None]
         for (record,), (mask,) in _ahead([(record,) for record in records], read_mask, lambda job: [View(*job)]):
             if mask is not None:
                 width, height = record.placement.bucket

@@ -89,15 +89,25 @@ class IndexedDataset:
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """All datasets of a run and what was found while reading them."""
+    """All datasets of a run and what was found while reading them.
+
+    Attributes:
+        held_back: images for validation; they are in no dataset, and nothing is trained on them.
+    """
 
     datasets: tuple[IndexedDataset, ...]
     findings: tuple[Finding, ...]
+    held_back: tuple[ImageRecord, ...] = ()
 
     @property
     def records(self) -> tuple[ImageRecord, ...]:
         """The images that are trained, of all datasets."""
         return tuple(record for dataset in self.datasets for record in dataset.records)
+
+    @property
+    def in_use(self) -> tuple[ImageRecord, ...]:
+        """The images that are looked at: those that are trained, and those held back."""
+        return self.records + self.held_back
 
     def without(self, record_ids: Collection[int]) -> DatasetIndex:
         """Return the index without these images, balanced anew. Raises DataError when no training image is left."""
@@ -110,7 +120,8 @@ class DatasetIndex:
         ]
         if not any(dataset.num_train_images for dataset in kept):
             raise DataError("No training image is left: every one of them had to be excluded.")
-        return DatasetIndex(tuple(kept), self.findings)
+        held_back = tuple(image for image in self.held_back if image.record_id not in record_ids)
+        return DatasetIndex(tuple(kept), self.findings, held_back)
 
 
 def balance_regularisation(images: Sequence[ImageRecord]) -> tuple[ImageRecord, ...]:

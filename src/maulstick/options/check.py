@@ -341,6 +341,9 @@ def _data_leftovers(data: DatasetOptions, set_otherwise: Callable[..., list[str]
         yield from _no_effect(buckets, "without enable_bucket")
     if data.reg_data_dir is None:
         yield from _no_effect(set_otherwise("prior_loss_weight"), "without reg_data_dir")
+    if not data.validation_split:
+        schedule = ("validate_every_n_steps", "validate_every_n_epochs", "max_validation_steps")
+        yield from _no_effect(set_otherwise("validation_seed", *schedule), "without validation_split")
 
 
 def _log_leftovers(log: LogOptions, set_otherwise: Callable[..., list[str]]) -> Iterator[str]:

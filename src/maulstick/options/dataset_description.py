@@ -131,6 +131,11 @@ def _described_subset(file: Path, table: Mapping[str, Any], inherited: Mapping[s
     own = _checked_table(table, SUBSET_KEYS | OWN_SUBSET_KEYS, where)
     if "image_dir" not in own:
         raise OptionError(f"{where}: image_dir is missing; every subset names its image folder with it.")
+    if own.get("is_reg") and own.get("validation_split"):
+        raise OptionError(
+            f"{where}: validation_split and is_reg contradict each other: regularisation images are never held back. "
+            "Remove one."
+        )
     folder, note = _described_folder("image_dir", own.pop("image_dir"), file, where)
     masks = own.pop("conditioning_data_dir", None)
     values = {name: inherited[name] for name in SUBSET_KEYS if name in inherited} | own

@@ -81,3 +81,7 @@ class DatasetOptions:
     """Encode captions once; the text encoder leaves the device where captions don't vary."""
     prior_loss_weight: float = 1.0
     """Weight of the loss of regularisation images."""
+    validation_split: float = 0.0
+    """Share of the training images (0 to 1) to hold back: never trained, the validation loss is measured on them."""
+    validation_seed: int | None = None
+    """Seed that chooses those images; without it that of the run."""

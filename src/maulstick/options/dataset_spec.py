@@ -58,6 +58,8 @@ class SubsetSpec:
     color_aug: bool = False
     alpha_mask: bool = False
     conditioning_data_dir: Path | None = None
+    validation_split: float = 0.0
+    validation_seed: int | None = None
     image_dir_note: str | None = None
 
 
@@ -128,6 +130,8 @@ SUBSET_KEYS: dict[str, Check] = {
     "random_crop": boolean,
     "color_aug": boolean,
     "alpha_mask": boolean,
+    "validation_split": share,
+    "validation_seed": whole_number(0),
 }
 OWN_SUBSET_KEYS: dict[str, Check] = {"image_dir": text, "is_reg": boolean, "conditioning_data_dir": text}
 
@@ -139,8 +143,6 @@ NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "network_multiplier": ("another strength of the network for one dataset", (1,)),
     "resize_interpolation": ("another filter for resizing", ()),
     "skip_image_resolution": ("leaving out images below a size", ()),
-    "validation_seed": ("the seed of the validation split", ()),
-    "validation_split": ("holding images back for validation", (0,)),
 }
 """sd-scripts' other keys: what each does, and the values that mean "off", which are accepted."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from maulstick.options.ip_adapter_schema import IpAdapterOptions
-from maulstick.options.schema import AutopsyOptions, GuardOptions, RescueOptions
+from maulstick.options.safety_schema import AutopsyOptions, GuardOptions, RescueOptions
 from maulstick.options.text_rates import BY_NUMBER
 
 Default = bool | int | float | str | tuple[()] | None
@@ -143,11 +143,6 @@ _RUN: dict[str, NoEffect | Refused | Renamed] = {
     "async_upload": NoEffect("only used with huggingface_repo_id", False),
     "save_state_to_huggingface": NoEffect("only used with huggingface_repo_id", False),
     "resume_from_huggingface": NoEffect("only used with resume", False),
-    "validation_split": _later("holding images back for validation", default=0.0),
-    "validation_seed": NoEffect("only used with validation_split"),
-    "validate_every_n_steps": NoEffect("only used with validation_split"),
-    "validate_every_n_epochs": NoEffect("only used with validation_split"),
-    "max_validation_steps": NoEffect("only used with validation_split"),
 }
 
 _OPTIMIZER: dict[str, NoEffect | Refused | Renamed] = {
@@ -290,6 +285,8 @@ DIFFERENCES: Mapping[str, str] = {
     "log_prefix": "default output_name and a dash (sd-scripts: none)",
     "log_tracker_name": "default maulstick in W&B (sd-scripts: network_train)",
     "log_tracker_config": "adds to wandb_run_name instead of taking its place",
+    "validation_split": "copies of a held-back picture are not trained either; also measured before the first step",
+    "max_validation_steps": "batches of train_batch_size over all processes together",
     **dict.fromkeys(_GUARD_OPTIONS, "the gradient guardian"),
     **dict.fromkeys(_RESCUE_OPTIONS, "going back to a good state when a run is lost"),
     **dict.fromkeys(_AUTOPSY_OPTIONS, "finding where NaN or infinity came from"),

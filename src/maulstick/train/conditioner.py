@@ -29,6 +29,9 @@ class Conditioner:
     def at_step(self, step: int) -> None:
         """Be told the number of the window (from 0) before each forward pass of it."""
 
+    def as_saved(self) -> None:
+        """Be told before the model is measured: no ramps of a step, but what the file will be used with."""
+
     def captions(self, items: Sequence[BatchItem]) -> list[str]:
         """Return the caption that each image is trained with."""
         return [item.caption for item in items]

@@ -143,7 +143,7 @@ class IpAdapterTraining(Trains):
         return f"{self.encoder.identity(feature_kind(self.spec))}/{references_digest(self._references)}"
 
     def check_data(self, index: DatasetIndex) -> None:
-        self._references = find_references(index.records, self.options.dataset.conditioning_data_dir)
+        self._references = find_references(index.in_use, self.options.dataset.conditioning_data_dir)
 
     # --- training ----------------------------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class ReferenceConditioner(Conditioner):
         return self.training.options.ip_adapter
 
     def prepare(self, progress: Progress | None = None) -> None:
-        self.features.prepare([self.references[record.path] for record in self.index.records], progress)
+        self.features.prepare([self.references[record.path] for record in self.index.in_use], progress)
         negative = self._negative_features()
         path = self._own.sample_ip_image
         if path is not None:
@@ -244,6 +244,10 @@ class ReferenceConditioner(Conditioner):
         if adapter is not None:
             adapter.scale = min(1.0, (step + 1) / ramp) * INTENDED_SCALE if ramp else INTENDED_SCALE
 
+    def as_saved(self) -> None:
+        if self.training.family.ip_adapter is not None:
+            self.training.family.ip_adapter.scale = INTENDED_SCALE
+
     def captions(self, items: Sequence[BatchItem]) -> list[str]:
         return ["" if self.dropped(item)[1] else item.caption for item in items]
 
@@ -256,6 +260,8 @@ class ReferenceConditioner(Conditioner):
 
     def dropped(self, item: BatchItem) -> tuple[bool, bool]:
         """Return whether the image and whether the caption is dropped when this item is trained; of one draw."""
+        if item.judged:
+            return False, False
         own = self._own
         draw = Random(derive_seed(self.seed, "image prompt drops", item.epoch, item.position)).random()
         image = draw < own.image_dropout_rate

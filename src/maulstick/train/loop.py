@@ -148,12 +148,19 @@ class TrainingLoop:
         ``only``: of these images alone; noise is drawn for all of them.
         """
         parts = self.parts
-        device = parts.accelerator.device
-        noisy = make_noisy(parts.family, latents.to(device), parts.options.objective, generator)
+        noisy = make_noisy(parts.family, latents.to(parts.accelerator.device), parts.options.objective, generator)
         if only is not None:
             batch = replace(batch, items=tuple(batch.items[place] for place in only))
             chosen = list(only)
             noisy = NoisyBatch(noisy.noisy[chosen], noisy.timesteps[chosen], noisy.target[chosen])
+        losses = self.losses_of(batch, noisy)
+        self._draws.append((noisy.timesteps, losses.detach()))
+        return losses
+
+    def losses_of(self, batch: MicroBatch, noisy: NoisyBatch) -> Tensor:
+        """Return the weighted loss of each image of a micro-batch, shape (B,), for noise that was drawn already."""
+        parts = self.parts
+        device = parts.accelerator.device
         captions = parts.conditioner.captions(batch.items)
         if parts.text_states is not None:
             text = {"conditioning": parts.text_states.states_for(captions)}
@@ -165,9 +172,7 @@ class TrainingLoop:
         weights = torch.tensor([item.loss_weight for item in batch.items], device=device)
         masks = masks_of(batch.items)
         masks = None if masks is None else masks.to(device)
-        losses = image_losses(parts.family, prediction, noisy, parts.options.objective, weights, masks)
-        self._draws.append((noisy.timesteps, losses.detach()))
-        return losses
+        return image_losses(parts.family, prediction, noisy, parts.options.objective, weights, masks)
 
     def update(self, window: Window, loss: Tensor) -> StepOutcome:
         """Unscale, measure, judge, clip, step or skip, update the scaler: the order that keeps all of them healthy."""

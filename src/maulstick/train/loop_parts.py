@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator
@@ -56,6 +57,8 @@ class LoopParts:
     after_update: Callable[[], dict[str, float]]
     stop_requested: Callable[[], str | None]
     average: WeightAverage | None = None
+    saved_files: Callable[[], Mapping[int, Path]] = dict
+    """Step -> adapter file of this run that is still there."""
     exchange_gradients: Callable[[], None] | None = None
     watchers: Sequence[Watcher] = ()
 

@@ -79,8 +79,15 @@ def make_noisy(family: Family, latents: Tensor, options: ObjectiveOptions, gener
         if options.ip_noise_gamma_random_strength:
             strength *= float(torch.rand(1, generator=generator))
         seen = noise + strength * torch.randn(latents.shape, generator=generator).to(latents.device)
+    return noisy_at(family, latents, noise, timesteps, seen)
+
+
+def noisy_at(
+    family: Family, latents: Tensor, noise: Tensor, timesteps: Tensor, seen: Tensor | None = None
+) -> NoisyBatch:
+    """Return latents (B, C, H, W) with this noise at these timesteps (B,); ``seen``: in the input in its place."""
     return NoisyBatch(
-        noisy=family.add_noise(latents, seen, timesteps),
+        noisy=family.add_noise(latents, noise if seen is None else seen, timesteps),
         timesteps=timesteps,
         target=family.target(latents, noise, timesteps),
     )

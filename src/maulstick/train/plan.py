@@ -10,7 +10,7 @@ from typing import Any
 
 from maulstick.adapters.kinds import AdapterKind
 from maulstick.adapters.targets import LoraTarget
-from maulstick.data.findings import Finding
+from maulstick.data.findings import Finding, names
 from maulstick.options.schema import TrainOptions
 from maulstick.train.rates import ComponentRates
 
@@ -45,7 +45,8 @@ class ComponentPlan:
 class Plan:
     """Everything that is known before the first step. Counts of images include repeats where the name says so.
 
-    ``further`` is what is to be said about what trains besides its components.
+    ``further`` is what is to be said about what trains besides its components; ``validation_images`` names those that
+    are held back.
     """
 
     model: str
@@ -78,6 +79,7 @@ class Plan:
     precision: str
     device: str
     seed: int
+    validation_images: Sequence[str]
     findings: Sequence[Finding]
     notices: Sequence[str]
 
@@ -186,6 +188,9 @@ def plan_lines(plan: Plan, *, with_findings: bool = True) -> list[str]:
         + (" (regularisation)" if folder["is_reg"] else "")
         for folder in plan.folders
     ]
+    if plan.validation_images:
+        count = f"{len(plan.validation_images)} images held back, never trained"
+        lines.append(f"validation {count}: {names(plan.validation_images)}")
     shown = ", ".join(f"{b['resolution'][0]}x{b['resolution'][1]}: {b['count']}" for b in plan.buckets[:12])
     more = f" and {len(plan.buckets) - 12} more" if len(plan.buckets) > 12 else ""
     lines.append(f"sizes      {sizes}; " + (f"buckets {shown}{more}" if len(plan.buckets) > 1 else f"all {shown}"))

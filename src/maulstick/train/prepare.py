@@ -13,6 +13,7 @@ import torch
 from maulstick.data.batches import BatchSchedule
 from maulstick.data.captions import whole_caption
 from maulstick.data.findings import Finding, Severity, names
+from maulstick.data.held_back import hold_back
 from maulstick.data.index import build_index
 from maulstick.data.records import DatasetIndex
 from maulstick.data.summary import DatasetSummary, summarize
@@ -33,6 +34,7 @@ from maulstick.train.plan import Plan, length_of_training
 from maulstick.train.precision import DTYPES
 from maulstick.train.schedule import learning_rate_factor, schedule_settings
 from maulstick.train.trains import Trains
+from maulstick.train.validation import validation_seed
 
 
 @dataclass
@@ -77,7 +79,7 @@ def prepare(
     )
     if options.sample.sample_prompts is not None:
         refuse_samplers(family, [options.sample.sample_sampler])
-    index = _read_images(specs, family, console)
+    index = hold_back(_read_images(specs, family, console), validation_seed(options, seed))
     index = replace(index, findings=(*index.findings, *long_captions(index, family, options.model.max_token_length)))
     trains = choose_what_trains(family, options)
     trains.check_data(index)
@@ -122,9 +124,9 @@ def _read_images(specs: Any, family: Family, console: RunConsole) -> DatasetInde
 
 def long_captions(index: DatasetIndex, family: Family, limit: int) -> list[Finding]:
     """Name the images whose captions have more tokens than are used."""
-    captions = {record.record_id: whole_caption(record) for record in index.records}
+    captions = {record.record_id: whole_caption(record) for record in index.in_use}
     counted = {caption: family.count_tokens(caption) for caption in captions.values()}
-    paths = tuple(record.path for record in index.records if counted[captions[record.record_id]] > limit)
+    paths = tuple(record.path for record in index.in_use if counted[captions[record.record_id]] > limit)
     if not paths:
         return []
     longest = max(counted.values())
@@ -180,9 +182,19 @@ def make_plan(
         precision=options.run.mixed_precision,
         device=str(family.device),
         seed=seed,
+        validation_images=[f"{image.path.parent.name}/{image.path.name}" for image in index.held_back],
         findings=list(index.findings),
-        notices=[*loaded.notices, *family.notes, *trains.notes],
+        notices=[*loaded.notices, *family.notes, *trains.notes, *_unused_validation(loaded, index)],
     )
+
+
+def _unused_validation(loaded: LoadedOptions, index: DatasetIndex) -> list[str]:
+    """Say which options about validation do nothing where a dataset description holds no image back."""
+    given = [name for name, value in vars(loaded.options.validation).items() if value is not None]
+    if index.held_back or not given or loaded.options.dataset.dataset_config is None:
+        return []
+    verb = "has" if len(given) == 1 else "have"
+    return [f"{', '.join(given)} {verb} no effect: no image is held back, see validation_split."]
 
 
 def _folder_rows(summaries: list[DatasetSummary]) -> list[dict[str, Any]]:

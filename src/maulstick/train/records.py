@@ -116,6 +116,10 @@ class RunRecords:
         self.events.write("sample", step=step, label=label, files=list(files))
         self.trackers.log_samples(list(zip(files, prompts, strict=True)), step=step)
 
+    def track(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
+        """Send values that are not there in every step to the trackers."""
+        self.trackers.log(values, step=step, epoch=epoch)
+
     def gradient(self, epoch: int, step_in_epoch: int, verdict: Verdict) -> None:
         """Add a row to the gradient log."""
         if self.gradient_log is None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from maulstick.data.batches import MicroBatch
 from maulstick.errors import ModelError
 from maulstick.guard import GradientGuard
-from maulstick.options.schema import RescueOptions
+from maulstick.options.safety_schema import RescueOptions
 from maulstick.rescue import Decision, HasState, Quarantine, RescueConfig, RescueError, Rescuer
 from maulstick.train.watchers import WindowDone
 

@@ -267,6 +267,7 @@ class TrainingRun:
             console=self.console,
             records=self.records,
             save=self.saver.save_intermediate,
+            saved_files=self.saver.saved_files,
             save_state=self.saver.save_state,
             save_state_at_end=self.saver.save_state_at_end,
             sample=self._sample if options.sample.sample_prompts is not None else None,

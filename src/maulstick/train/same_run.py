@@ -102,13 +102,21 @@ def plain_name(name: str) -> str:
 
 
 def dataset_facts(index: DatasetIndex) -> list[list[str]]:
-    """Return, in the order of the index, each image's name and a digest of all that is trained from it."""
-    return [[f"{record.path.parent.name}/{record.path.name}", _digest(record)] for record in index.records]
+    """Return, in the order of the index, each image's name and a digest of all that is trained from it.
+
+    Those that are held back for validation follow, with digests of their own.
+    """
+    rows = [(record, _digest(record)) for record in index.records]
+    rows += [(record, f"held back {_digest(record)}") for record in index.held_back]
+    return [[f"{record.path.parent.name}/{record.path.name}", digest] for record, digest in rows]
+
+
+_NOT_TRAINED_FROM = (*("image_dir", "image_dir_note", "conditioning_data_dir", "validation_split", "validation_seed"),)
+"""What a subset says that is not in its images; which of them are held back is compared itself."""
 
 
 def _digest(record: ImageRecord) -> str:
-    places = ("image_dir", "image_dir_note", "conditioning_data_dir")
-    subset = {name: value for name, value in vars(record.subset).items() if name not in places}
+    subset = {name: value for name, value in vars(record.subset).items() if name not in _NOT_TRAINED_FROM}
     told = (
         record.content_hash,
         record.captions,
@@ -134,7 +142,7 @@ def refuse_other_dataset(saved: Sequence[Sequence[str]], index: DatasetIndex) ->
             ("gone", sorted(old.keys() - new.keys())),
             ("new", sorted(new.keys() - old.keys())),
             (
-                "changed (pixels, mask, caption, repeats or size)",
+                "changed (pixels, mask, caption, repeats, size, or held back or not)",
                 sorted(n for n in old.keys() & new.keys() if old[n] != new[n]),
             ),
         )

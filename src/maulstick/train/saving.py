@@ -91,6 +91,12 @@ class RunSaver:
             self.output.folder = Path(tempfile.mkdtemp(prefix="maulstick-rescued-"))
             return self.save(label, state.step, state.epoch)
 
+    def saved_files(self) -> dict[int, Path]:
+        """Return step -> intermediate file that is still there."""
+        steps = self.prepared.batches.steps_per_epoch
+        found = {number * steps: path for number, path in self.files["epoch"].items()} | self.files["step"]
+        return {step: path for step, path in sorted(found.items()) if path.exists()}
+
     # --- the state ---------------------------------------------------------------------------------------------------
 
     def save_state(self, label: str, state: LoopState) -> None:

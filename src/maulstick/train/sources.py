@@ -15,6 +15,7 @@ from maulstick.options.schema import TrainOptions
 from maulstick.train.conditioner import Conditioner
 from maulstick.train.console import RunConsole
 from maulstick.train.prepare import Prepared
+from maulstick.train.validation import judged_captions
 
 Result = TypeVar("Result")
 
@@ -60,6 +61,8 @@ class Sources:
             self.console.say("note       shuffled captions are too many to list: the text encoder stays loaded")
             return states
         captions |= conditioner.further_captions
+        if prepared.index.held_back:
+            captions |= judged_captions(prepared.index, self.options, prepared.seed)
         self._with_progress("caching text states", lambda progress: states.encode_all(sorted(captions), progress))
         prepared.family.release_encoders(vae=False, text_encoders=True)
         return states

@@ -56,29 +56,29 @@ class Trackers:
             if each.name == "wandb":
                 # The two that sd-scripts sends there, for the axes of its charts.
                 shown = {**values, "global_step": step, "epoch": epoch}
-                self._attempt(each, lambda tracker, shown=shown: tracker.log(shown, step=step))
+                self._attempt(each, each.tracker.log, shown, step=step)
             else:
-                self._attempt(each, lambda tracker: tracker.log(dict(values), step=step))
+                self._attempt(each, each.tracker.log, dict(values), step=step)
 
     def log_epoch(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Send the values of an epoch (from 1), which TensorBoard has over epochs, as with sd-scripts."""
         for each in self.opened:
             if each.name == "wandb":
                 shown = {**values, "global_step": step, "epoch": epoch}
-                self._attempt(each, lambda tracker, shown=shown: tracker.log(shown, step=step))
+                self._attempt(each, each.tracker.log, shown, step=step)
             else:
-                self._attempt(each, lambda tracker: tracker.log(dict(values), step=epoch))
+                self._attempt(each, each.tracker.log, dict(values), step=epoch)
 
     def log_samples(self, samples: Sequence[Sample], *, step: int) -> None:
         """Send the pictures in these files as ``sample_0`` and so on, in W&B with their prompts below them."""
         for each in self.opened:
             send = _send_to_wandb if each.name == "wandb" else _send_to_tensorboard
-            self._attempt(each, lambda tracker, send=send: send(tracker, samples, step))
+            self._attempt(each, send, each.tracker, samples, step)
 
     def finish(self) -> None:
         """Close all; say of each that failed how often it did."""
         for each in self.opened:
-            self._attempt(each, lambda tracker: tracker.finish())
+            self._attempt(each, each.tracker.finish)
             if each.failures:
                 self.say(
                     f"{_CALLED[each.name]} did not take {each.failures} of {each.calls} calls, the last time because "
@@ -86,10 +86,10 @@ class Trackers:
                 )
         self.opened = []
 
-    def _attempt(self, each: _Open, call: Callable[[Any], None]) -> None:
+    def _attempt(self, each: _Open, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         each.calls += 1
         try:
-            call(each.tracker)
+            call(*arguments, **named)
         except Exception as error:  # whatever a tracker raises, the run is worth more
             each.failures += 1
             text = str(error).strip().splitlines()

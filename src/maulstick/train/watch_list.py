@@ -9,6 +9,7 @@ from maulstick.train.epoch_loss import EpochLoss
 from maulstick.train.loop_parts import LoopParts
 from maulstick.train.rescue import RescueWatcher
 from maulstick.train.skip_budget import SkipBudget
+from maulstick.train.validation import ValidationWatcher
 from maulstick.train.watchers import Watcher
 from maulstick.train.worse_than_base import WorseThanBase, can_be_left_out
 
@@ -16,7 +17,8 @@ from maulstick.train.worse_than_base import WorseThanBase, can_be_left_out
 def build_watchers(parts: LoopParts) -> list[Watcher]:
     """Return the watchers that the options ask for.
 
-    The rescue comes last: what is to be seen of a lost state must be seen before another one is in its place.
+    The rescue comes after all others: what is to be seen of a lost state must be seen before another one is in its
+    place. Only the validation comes later, and measures the state that goes on.
     """
     rescued = parts.options.rescue.rescue
     average = [] if parts.average is None else [parts.average]
@@ -33,4 +35,6 @@ def build_watchers(parts: LoopParts) -> list[Watcher]:
         if can_be_left_out(parts.trainee):
             watchers.append(WorseThanBase(parts, rescue.begin_again))
         watchers.append(rescue)
+    if parts.batches.index.held_back:
+        watchers.append(ValidationWatcher(parts))
     return watchers

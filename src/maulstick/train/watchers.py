@@ -7,6 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import torch
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -72,6 +74,24 @@ def networks_of(loop: TrainingLoop) -> dict[str, nn.Module]:
     trainee: Any = loop.parts.accelerator.unwrap_model(loop.parts.trainee)
     denoiser = loop.parts.family.denoiser_naming.component
     return {denoiser if name == "denoiser" else name: network for name, network in trainee.networks.items()}
+
+
+@contextmanager
+def as_saved(loop: TrainingLoop) -> Iterator[None]:
+    """Give networks and optimizer the weights that a file would have, in evaluation mode, and the live ones after.
+
+    Schedule-free optimizers change the weights by rounding each time they switch, so those are put back to the bit.
+    """
+    parameters = [parameter for _, parameter in loop.parts.named_parameters]
+    live = [parameter.detach().clone() for parameter in parameters] if loop.parts.optimizer_has_modes else []
+    loop.read_mode()
+    try:
+        yield
+    finally:
+        loop.train_mode()
+        with torch.no_grad():
+            for parameter, before in zip(parameters, live, strict=False):
+                parameter.copy_(before)
 
 
 @contextmanager

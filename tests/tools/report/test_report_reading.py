@@ -27,7 +27,8 @@ def test_an_event_log_becomes_series_marks_and_an_ending(tmp_path: Path) -> None
         {**STEP, "train/steps": 2, "norm/grad": "nan", "loss/current": "nan"},
         skip_event(2, "nan", "the gradient is NaN"),
         {"event": "look", "step": 2, "alarms/largest_weight_norm": 0.5},
-        {"event": "validation", "step": 2, "loss": 0.25},
+        {"event": "validation", "step": 2, "loss": 0.25, "training_loss": 0.125},
+        {"event": "over_fitting", "step": 2, "best_step": 1, "text": "over-fitting: it has risen"},
         *steps(3),
         {"event": "save", "step": 3, "file": "/elsewhere/made.safetensors", "sha256": "ab" * 32},
         {"event": "interrupted", "time": 9, "step": 3, "stopped_by": "SIGTERM", "file": "/elsewhere/made.safetensors"},
@@ -38,7 +39,9 @@ def test_an_event_log_becomes_series_marks_and_an_ending(tmp_path: Path) -> None
     assert math.isnan(run.series["norm/grad"][1])
     assert run.points["alarms/largest_weight_norm"].values == [0.5]
     assert (run.points["loss/validation"].steps, run.points["loss/validation"].values) == ([2], [0.25])
-    (mark,) = run.marks
+    assert run.points["loss/validation of trained"].values == [0.125]
+    assert [mark.text for mark in run.marks if mark.kind == "over_fitting"] == ["over-fitting: it has risen"]
+    mark, _ = run.marks
     assert (mark.step, mark.kind, mark.reason, mark.images, mark.threshold) == (2, "skip", "nan", ("a.png",), 1.0)
     assert (run.ending, run.reason, run.final_file) == ("interrupted", "SIGTERM", "made.safetensors")
     (file,) = run.files

@@ -17,6 +17,7 @@ from maulstick.tools.report.run_data import (
     SMOOTH_LOSS,
     THRESHOLD,
     VALIDATION_LOSS,
+    VALIDATION_OF_TRAINED,
     Points,
     RunData,
 )
@@ -29,8 +30,8 @@ MOST_MARK_LETTERS = 200
 _RATE, _SCALED_RATE = "lr/", "lr/d*lr/"
 _EVERY_STEP = (LOSS, NORM, COSINE, SCALE, SECONDS)
 _KNOWN = frozenset({*_EVERY_STEP, SMOOTH_LOSS, THRESHOLD})
+_VALIDATION = {VALIDATION_LOSS: "validation", VALIDATION_OF_TRAINED: "the same on trained images"}
 _POINT_TITLES = {
-    VALIDATION_LOSS: "",
     "alarms/largest_weight_norm": "Largest change of a module",
     "alarms/largest_attention_logit": "Largest attention logit",
 }
@@ -118,9 +119,9 @@ class ChartMaker:
         for number, run in enumerate(self.runs):
             chart.lines += self._lines(number, LOSS, "each step", style="faint")
             chart.lines += self._lines(number, SMOOTH_LOSS, "mean of 100", style="bold")
-            points = run.points.get(VALIDATION_LOSS)
-            if points is not None:
-                chart.lines.append(self._points_line(number, "validation", points, hue=1))
+            for hue, (name, shown) in enumerate(_VALIDATION.items(), start=1):
+                if name in run.points:
+                    chart.lines.append(self._points_line(number, shown, run.points[name], hue=hue))
         return chart
 
     def _norm(self) -> Chart:
@@ -169,7 +170,7 @@ class ChartMaker:
         for name, heading in _POINT_TITLES.items():
             chart = Chart(name.replace("/", "-"), heading, "Looked at now and then, see alarms.")
             for number, run in enumerate(self.runs):
-                if heading and name in run.points:
+                if name in run.points:
                     chart.lines.append(self._points_line(number, heading.lower(), run.points[name]))
             charts.append(chart)
         return charts

@@ -13,6 +13,7 @@ KINDS = {
     "rescue": "rescue",
     "gave_up": "gave up",
     "alarm": "alarm",
+    "over_fitting": "over-fitting",
     "autopsy": "autopsy",
     "trouble": "could not be written",
     "resume": "resumed",
@@ -73,6 +74,11 @@ _BY_KIND = {
     "gave_up": (
         "Going back no longer helped (rescue_limit), so the run ended with its best state saved. Lower learning_rate, "
         "train in bf16, or look at the images named in the event log."
+    ),
+    "over_fitting": (
+        "The loss on images that are held back rose while that on trained ones fell: the LoRA learns its images by "
+        "heart. Use the file nearest to the best validation; for another run train shorter, lower learning_rate or "
+        "network_dim, or add images."
     ),
     "autopsy": "The step was run again with every operation watched, to find where the bad value came from first.",
     "resume": "Training went on from a saved state: the same weights, order of images and learning rate.",

@@ -16,6 +16,7 @@ from maulstick.tools.report.run_data import (
     NORM,
     THRESHOLD,
     VALIDATION_LOSS,
+    VALIDATION_OF_TRAINED,
     BlockNorms,
     Ending,
     Mark,
@@ -32,6 +33,7 @@ _MARK_EVENTS = {
     "rescue": "rescue",
     "gave_up": "gave_up",
     "alarm": "alarm",
+    "over_fitting": "over_fitting",
     "autopsy": "autopsy",
     "autopsy_failed": "trouble",
     "save_failed": "trouble",
@@ -151,6 +153,8 @@ class _EventReader:
         value = number(row.get(VALIDATION_LOSS, row.get("loss")))
         if value is not None:
             self.data.points.setdefault(VALIDATION_LOSS, Points()).add(step, value)
+            if (trained := number(row.get("training_loss"))) is not None:
+                self.data.points.setdefault(VALIDATION_OF_TRAINED, Points()).add(step, trained)
 
     def _blocks(self, row: Mapping[str, Any], step: int) -> None:
         gradient, weight = _numbers(row.get("gradient")), _numbers(row.get("weight"))

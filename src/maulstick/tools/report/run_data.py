@@ -10,6 +10,8 @@ from typing import Any, Literal
 from maulstick.train.events import json_value
 
 LOSS, SMOOTH_LOSS, VALIDATION_LOSS = "loss/current", "loss/average", "loss/validation"
+VALIDATION_OF_TRAINED = "loss/validation of trained"
+"""Measured as the validation loss is, on images that are trained."""
 NORM, THRESHOLD, COSINE, SCALE = "norm/grad", "norm/threshold", "cosine", "train/loss_scale"
 SECONDS = "seconds"
 

@@ -17,7 +17,7 @@ from maulstick.train.events import json_value
 MOST_ROWS = 100
 MOST_PATHS = 5
 SIGNS = {"good": "✓", "look": "!", "bad": "✕"}
-_ORDER = ("gave_up", "rescue", "alarm", "skip", "judged", "trouble", "autopsy", "resume")
+_ORDER = ("gave_up", "rescue", "over_fitting", "alarm", "skip", "judged", "trouble", "autopsy", "resume")
 _REASONS = {
     "nan": "NaN gradient",
     "inf": "infinite gradient",
