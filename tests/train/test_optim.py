@@ -83,6 +83,15 @@ def test_adafactor_takes_the_arguments_of_the_usual_presets():
         build_optimizer("Adafactor", ["relative_step=True"], two_groups(1e-3, 1e-3))
 
 
+@pytest.mark.skipif("Prodigy" not in INSTALLED, reason="needs maulstick[optim]")
+def test_prodigy_takes_the_arguments_of_the_usual_presets():
+    usual = ["decouple=False", "use_bias_correction=True", "safeguard_warmup=True", "d_coef=2", "betas=0.9,0.99"]
+    [group] = build_optimizer("prodigy", usual, two_groups(1.0, 1.0)).param_groups
+    assert (group["weight_decouple"], group["bias_correction"], group["d_coef"]) == (False, True, 2)
+    with pytest.raises(OptionError, match="'decouple' and 'weight_decouple' are the same argument"):
+        build_optimizer("prodigy", ["decouple=True", "weight_decouple=True"], two_groups(1.0, 1.0))
+
+
 def test_arguments_reach_the_optimizer():
     optimizer = build_optimizer("adamw", ["weight_decay=0.25", "betas=(0.8,0.9)"], two_groups(1e-3, 1e-4))
     assert [(g["weight_decay"], g["betas"], g["lr"]) for g in optimizer.param_groups] == [

@@ -78,6 +78,14 @@ def check_arguments(name: str, optimizer_class: Callable[..., Any], arguments: M
             )
 
 
+def _by_own_names(arguments: Mapping[str, Any], aliases: Mapping[str, str]) -> dict[str, Any]:
+    """Return the arguments under the class's own names."""
+    twice = next((alias for alias, own in aliases.items() if alias in arguments and own in arguments), None)
+    if twice is not None:
+        raise OptionError(f"optimizer_args: '{twice}' and '{aliases[twice]}' are the same argument. Keep one of them.")
+    return {aliases.get(key, key): value for key, value in arguments.items()}
+
+
 def check_rates(name: str, info: OptimizerInfo, groups: Sequence[RateGroup]) -> None:
     """Refuse groups of different rates where the optimizer would silently use one."""
     rates = {group.learning_rate for group in groups}
@@ -125,7 +133,7 @@ def build_optimizer(
         OptionError: unknown optimizer or argument, a missing package, or rates the optimizer would ignore.
     """
     name, info = resolve_optimizer(optimizer_type)
-    given = parse_arguments(arguments, "optimizer_args")
+    given = _by_own_names(parse_arguments(arguments, "optimizer_args"), info.aliases)
     optimizer_class = load_optimizer_class(name, info)
     check_arguments(name, optimizer_class, given)
     check_rates(name, info, groups)

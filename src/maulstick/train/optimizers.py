@@ -14,6 +14,7 @@ class OptimizerInfo:
         class_path: importable name of the class.
         extra: the extra of this package that installs it, None when torch brings it.
         defaults: arguments that differ from the class's own defaults.
+        aliases: names that the arguments have in the class that sd-scripts takes.
         honours_group_rates: two groups with different ``lr`` really move at different speeds.
         estimates_rate: it finds its own step size (a ``d`` in its groups) and wants a learning rate of about 1.
     """
@@ -24,6 +25,7 @@ class OptimizerInfo:
     defaults: dict[str, Any] = field(default_factory=dict)
     honours_group_rates: bool = True
     estimates_rate: bool = False
+    aliases: dict[str, str] = field(default_factory=dict)
 
 
 def _bitsandbytes(name: str, description: str) -> OptimizerInfo:
@@ -55,6 +57,7 @@ OPTIMIZERS: dict[str, OptimizerInfo] = {
         extra="optim",
         honours_group_rates=False,
         estimates_rate=True,
+        aliases={"decouple": "weight_decouple", "use_bias_correction": "bias_correction"},
     ),
     "ProdigyPlusScheduleFree": OptimizerInfo(
         "prodigyplus.ProdigyPlusScheduleFree",
