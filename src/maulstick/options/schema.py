@@ -16,6 +16,7 @@ from maulstick.options.dataset_schema import DatasetOptions
 from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.log_schema import LogOptions
 from maulstick.options.objective_schema import ObjectiveOptions
+from maulstick.options.output_schema import MetadataOptions, UploadOptions
 
 Precision = Literal["no", "fp16", "bf16"]
 SavePrecision = Literal["float", "fp16", "bf16"]
@@ -123,6 +124,8 @@ class RunOptions:
     """Folder for everything the run writes. Required."""
     output_name: str = "last"
     """Name of the LoRA file, without extension."""
+    save_model_as: Literal["safetensors", "ckpt", "pt"] = "safetensors"
+    """Kind of the saved file; ckpt and pt hold no metadata, and programs must unpack code to read them."""
     save_precision: SavePrecision | None = None
     """Number format of the saved file; without it float (32 bit)."""
     save_every_n_epochs: int | None = None
@@ -305,6 +308,8 @@ class TrainOptions:
     autopsy: AutopsyOptions = AutopsyOptions()
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     sample: SampleOptions = SampleOptions()
+    metadata: MetadataOptions = field(default_factory=MetadataOptions)
+    upload: UploadOptions = field(default_factory=UploadOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
 
