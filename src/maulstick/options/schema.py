@@ -280,7 +280,7 @@ class AutopsyOptions:
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
     sample_prompts: Path | None = None
-    """Text file with one prompt a line, with sd-scripts' --n --w --h --d --l --s options."""
+    """Text file with one prompt a line, with sd-scripts' --n --w --h --d --l --s options; or its TOML or JSON."""
     sample_every_n_steps: int | None = None
     """Draw the sample prompts every so many steps."""
     sample_every_n_epochs: int | None = None
