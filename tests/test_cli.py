@@ -93,6 +93,8 @@ def test_help_is_grouped_by_owner() -> None:
         "Rescue",
         "Autopsy",
         "Samples while training",
+        "Metadata of the file",
+        "Upload (only with huggingface_repo_id)",
         "Log",
     ]
 

@@ -85,6 +85,8 @@ def other_value(entry: NoEffect | Refused) -> object:
 NEEDED: dict[str, dict[str, object]] = {
     "noise_offset_random_strength": {"noise_offset": 0.1},
     "wandb_api_key": {"log_with": "wandb"},
+    "save_state_to_huggingface": {"huggingface_repo_id": "anna/shapes"},
+    "resume_from_huggingface": {"resume": "auto"},
 }
 """What must be set for a conditional refusal."""
 
@@ -109,8 +111,8 @@ def test_refusals_reach_the_user(load: Load, tmp_path: Path) -> None:
     file.write_text("[part]\ntorch_compile = true\n")
     with pytest.raises(OptionError, match=r"torch_compile = true \(.*run\.toml, section \[part\]\): .*not support"):
         load("--config_file", str(file))
-    with pytest.raises(OptionError, match=r"save_model_as = ckpt \(command line\): LoRA files are always safetensors"):
-        load("--save_model_as", "ckpt")
+    with pytest.raises(OptionError, match=r"output_config = true \(command line\): not supported; write .name = value"):
+        load("--output_config")
 
 
 def test_options_without_effect_are_reported_in_one_line(load: Load) -> None:
@@ -262,13 +264,13 @@ def test_a_file_of_kohya_ss_loads_unchanged(tmp_path: Path) -> None:
     remark, *others = loaded.notices
     named = [part.split(" (")[0] for part in remark.removeprefix("Without effect here: ").split("; ")]
     assert named == [
-        "async_upload",
         "epoch",
         "noise_offset_type",
         "persistent_data_loader_workers",
         "xformers",
     ]
     assert others == [
+        "async_upload has no effect without huggingface_repo_id.",
         "sample_prompts, sample_sampler have no effect without sample_every_n_steps, sample_every_n_epochs or "
         "sample_at_first.",
         "lr_scheduler_num_cycles has no effect with cosine; it is for cosine_with_restarts, cosine_with_min_lr, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -74,7 +75,6 @@ def test_embedded_guidance_is_read_and_reported_as_unused() -> None:
     "option, said",
     [
         ("--sampler euler", r"unknown prompt option '--sampler'"),
-        ("--W 512", r"'--W'\. Did you mean '--w'\?|'--W'\. Known are: --n"),
         ("--w wide", r"--w expects a size in pixels, but has 'wide'"),
         ("--h", r"--h expects a size in pixels, but has 'nothing'"),
         ("--s 0", r"--s expects a number of steps of at least 1"),
@@ -103,14 +103,37 @@ def test_a_file_gives_its_prompts_without_comments_and_empty_lines(tmp_path: Pat
     [
         ("p.txt", b"# nothing\n\n", "holds no prompt"),
         ("p.txt", b"\xff\xfe\x00a", "not UTF-8"),
-        ("p.toml", b"[prompt]", r"\.toml is not supported"),
+        ("p.toml", b"[prompt]", r"p\.toml is no table of prompts. Write a table .prompt. for what all share"),
+        ("p.toml", b"[prompt", r"is no TOML: "),
+        ("p.toml", b"[prompt]\n[[prompt.subset]]\nseed = 1", r"prompt.subset 1 has no text"),
+        (
+            "p.toml",
+            b"[prompt]\n[[prompt.subset]]\nprompt='a'\nsample_step = 1",
+            "unknown key 'sample_step'. Did you mean 'sample_steps'",
+        ),
+        (
+            "p.toml",
+            b"[prompt]\nseed = true\n[[prompt.subset]]\nprompt='a'",
+            "seed expects a number or a text, but has true",
+        ),
+        (
+            "p.toml",
+            b"[prompt]\nwidth = 1.5\n[[prompt.subset]]\nprompt='a'",
+            "width expects a size in pixels, but has 1.5",
+        ),
+        ("p.json", b"{}", r"p\.json is no list of prompts"),
+        ("p.json", b"[", r"is no JSON"),
+        ("p.json", b"[3]", r"prompt 1 is 3. Write a list"),
+        ("p.json", b'["a --q 1"]', r"prompt 1: unknown prompt option '--q'"),
+        ("p.json", b'[{"prompt": "a", "controlnet_image": "x"}]', "drawn without ControlNet. Remove it"),
+        ("p.txt", b"a --cn x.png", "line 1: --cn: pictures are drawn without ControlNet"),
     ],
 )
 def test_unusable_files_say_why(tmp_path: Path, name: str, content: bytes, said: str) -> None:
     (tmp_path / name).write_bytes(content)
     with pytest.raises(PromptError, match=said):
         read_prompts(tmp_path / name)
-    with pytest.raises(PromptError, match="cannot be read"):
+    with pytest.raises(PromptError, match="cannot be read: No such file"):
         read_prompts(tmp_path / "absent.txt")
 
 
@@ -151,3 +174,37 @@ def test_prompts_are_read_without_torch() -> None:
 
 def _environment() -> dict[str, str]:
     return {"PYTHONPATH": ":".join(path for path in sys.path if path)}
+
+
+def test_tables_say_the_same_as_lines(tmp_path: Path) -> None:
+    """The keys of sd-scripts; what all share stands in [prompt], and a subset may say otherwise."""
+    (tmp_path / "p.txt").write_text(
+        "a cat --n blurry --w 512 --h 768 --d 42 --l 7.5 --s 30\n"
+        "a dog --n blurry --W 64 --h 768 --d 1 --l 7 --SS k_euler_a\n"
+    )
+    (tmp_path / "p.toml").write_text(
+        """
+        [prompt]
+        negative_prompt = "blurry"
+        width = 512
+        height = 768
+        scale = 7.5
+        [[prompt.subset]]
+        prompt = "a cat"
+        seed = 42
+        sample_steps = 30
+        [[prompt.subset]]
+        prompt = "a dog"
+        width = 64
+        seed = 1
+        scale = 7
+        sample_sampler = "k_euler_a"
+        """
+    )
+    entry = {"prompt": "a cat", "negative_prompt": "blurry", "width": 512, "height": 768, "seed": 42, "scale": 7.5}
+    line = "a dog --n blurry --w 64 --h 768 --d 1 --l 7 --ss euler_a"
+    (tmp_path / "p.json").write_text(json.dumps([{**entry, "sample_steps": 30}, line]))
+    lines, toml, tables = (read_prompts(tmp_path / f"p.{ending}") for ending in ("txt", "toml", "json"))
+    assert lines == toml == tables
+    assert lines[0] == Prompt("a cat", negative="blurry", width=512, height=768, seed=42, scale=7.5, steps=30)
+    assert lines[1] == Prompt("a dog", negative="blurry", width=64, height=768, seed=1, scale=7.0, sampler="euler_a")

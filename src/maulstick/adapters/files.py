@@ -50,6 +50,10 @@ Module = TypeVar("Module")
 Kind = TypeVar("Kind", covariant=True)
 
 
+PICKLED = (".ckpt", ".pt")
+"""Endings of pickled files."""
+
+
 class SavedHashes(NamedTuple):
     """``data`` is the sha256 of the tensor data (``sshs_model_hash``), ``legacy`` the old eight-digit hash."""
 
@@ -131,6 +135,8 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
 
 
 def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> SavedHashes:
+    if path.suffix in PICKLED:
+        return _write_pickle(path, tensors)
     clean = {key: _as_utf8(value) for key, value in metadata.items()}
     hashes = _hashes(tensors, clean)
     clean |= {"sshs_model_hash": hashes.data, "sshs_legacy_hash": hashes.legacy}
@@ -150,6 +156,16 @@ def _write(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 
     atomic_write(path, write)
     return hashes
+
+
+def _write_pickle(path: Path, tensors: Mapping[str, Tensor]) -> SavedHashes:
+    """Write a plain dict of tensors, without metadata, as sd-scripts does.
+
+    In torch's older format: the one with a zip file holds entries today that the web UI's check of such files refuses.
+    """
+    plain = {name: tensor.contiguous().clone() for name, tensor in tensors.items()}
+    atomic_write(path, lambda temporary: torch.save(plain, temporary, _use_new_zipfile_serialization=False))
+    return _hashes(tensors, {})
 
 
 def _refuse_unusable(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -234,7 +250,12 @@ def _hashes(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Saved
 
 
 def data_hash(path: Path) -> str:
-    """sha256 of a safetensors file's tensor data, whatever its metadata: the identity of a LoRA (AutoV3, shorthash)."""
+    """sha256 of a safetensors file's tensor data, whatever its metadata: the identity of a LoRA (AutoV3, shorthash).
+
+    Pickled files, which have no metadata, are hashed whole.
+    """
+    if path.suffix in PICKLED:
+        return file_hash(path)
     digest = hashlib.sha256()
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))

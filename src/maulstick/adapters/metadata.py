@@ -80,6 +80,9 @@ class ModelSpecFacts:
     usage_hint: str | None = None
     trigger_phrase: str | None = None
     merged_from: str | None = None
+    thumbnail: str | None = None
+    preprocessor: str | None = None
+    is_negative_embedding: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +254,9 @@ def _model_spec_metadata(facts: LoraRunFacts) -> dict[str, str]:
         "usage_hint": spec.usage_hint,
         "trigger_phrase": spec.trigger_phrase,
         "merged_from": spec.merged_from,
+        "thumbnail": spec.thumbnail,
+        "preprocessor": spec.preprocessor,
+        "is_negative_embedding": spec.is_negative_embedding,
     }
     return {f"modelspec.{key}": str(value) for key, value in entries.items() if value is not None}
 

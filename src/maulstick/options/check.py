@@ -5,6 +5,7 @@ Nothing here opens a file; what depends on the model or on the images is checked
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 
 from maulstick.errors import OptionError
@@ -57,6 +58,7 @@ def check_train_options(
     check_schedule(options.schedule)
     check_objective(options.objective)
     _check_samples(options)
+    _check_output(options)
     return [*guard_config(options)[1], *_leftovers(options, given)]
 
 
@@ -251,6 +253,18 @@ def _check_samples(options: TrainOptions) -> None:
                 raise OptionError(f"{name} is given without sample_prompts. Name a text file with one prompt a line.")
 
 
+def _check_output(options: TrainOptions) -> None:
+    if options.run.save_model_as != "safetensors" and options.network.network_type == "ip_adapter":
+        raise _contradiction(
+            f"save_model_as = {options.run.save_model_as}",
+            "network_type = ip_adapter",
+            "IP-Adapters are saved as safetensors. `maulstick convert --to comfyui` makes a .bin of one.",
+        )
+    repository = options.upload.huggingface_repo_id
+    if repository is not None and not re.fullmatch(r"[\w.-]+/[\w.-]+", repository):
+        raise OptionError(f"huggingface_repo_id = {repository}: give it as NAME/REPO, such as anna/my-lora.")
+
+
 # ---------------------------------------------------------------------------------------- leftovers
 
 
@@ -282,6 +296,16 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         yield from _no_effect(set_otherwise("initial_epoch"), "with initial_step")
     if run.no_metadata:
         yield from _no_effect(set_otherwise("training_comment"), "with no_metadata")
+    if run.save_model_as != "safetensors":
+        yield (
+            f"save_model_as = {run.save_model_as}: the file holds no metadata, and many programs refuse it, as such "
+            "files can hold code. safetensors is better."
+        )
+        yield from _no_effect(
+            set_otherwise("no_metadata", "training_comment", *vars(options.metadata)), "without safetensors"
+        )
+    if options.upload.huggingface_repo_id is None:
+        yield from _no_effect(set_otherwise(*vars(options.upload)), "without huggingface_repo_id")
     if options.run.fsdp_base and options.autopsy.autopsy:
         yield "autopsy has no effect with fsdp_base: one process alone cannot run a step again."
     if not options.autopsy.autopsy:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -15,6 +15,7 @@ from maulstick.options.check import check_train_options
 from maulstick.options.config_file import Given, find_config_file, read_config_file
 from maulstick.options.schema import TrainOptions, flat_values
 from maulstick.options.sd_scripts import (
+    SECRETS,
     judge_options,
     take_leftover_tokens,
     unknown_network_argument_error,
@@ -52,6 +53,9 @@ ZERO_MEANS_OFF = frozenset(
 """Options that kohya_ss sets to 0 where it means that they are not used."""
 
 
+HIDDEN = "(given)"
+
+
 @dataclass(frozen=True)
 class LoadedOptions:
     """The options of a run, and how they came about.
@@ -63,12 +67,14 @@ class LoadedOptions:
         notices: lines to show the user: options accepted without effect, and the like.
         given: names of the options that the user set.
         config_file: the file that was read, None if there was none.
+        secrets: values that must not be written anywhere, by name; ``options`` has ``HIDDEN`` in their place.
     """
 
     options: TrainOptions
     notices: list[str]
     given: frozenset[str]
     config_file: Path | None
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
 
 
 def load_train_options(arguments: Sequence[str], *, with_files: bool = True, with_output: bool = True) -> LoadedOptions:
@@ -91,13 +97,14 @@ def load_train_options(arguments: Sequence[str], *, with_files: bool = True, wit
     own = _with_network_arguments({name: item for name, item in own.items() if item.value != ""})
     values = {name: item.value for name, item in own.items() if not _is_off(name, item.value)}
     notices = _fill_in(values)
-    options = _built(values)
+    secrets = {name: str(values[name]) for name in SECRETS & values.keys()}
+    options = _built(values | dict.fromkeys(secrets, HIDDEN))
     remark = judge_options(foreign, flat_values(options))
     given = frozenset(name for name in own if name in values)
     notices += ([remark] if remark else []) + check_train_options(
         options, given, with_files=with_files, with_output=with_output
     )
-    return LoadedOptions(options, notices, given, config_file)
+    return LoadedOptions(options, notices, given, config_file, secrets)
 
 
 # ---------------------------------------------------------------------------------------- the command line

@@ -16,6 +16,7 @@ from maulstick.options.dataset_schema import DatasetOptions
 from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.log_schema import LogOptions
 from maulstick.options.objective_schema import ObjectiveOptions
+from maulstick.options.output_schema import MetadataOptions, UploadOptions
 from maulstick.options.safety_schema import AutopsyOptions, GuardOptions, RescueOptions
 from maulstick.options.validation_schema import ValidationOptions
 
@@ -125,6 +126,8 @@ class RunOptions:
     """Folder for everything the run writes. Required."""
     output_name: str = "last"
     """Name of the LoRA file, without extension."""
+    save_model_as: Literal["safetensors", "ckpt", "pt"] = "safetensors"
+    """Kind of the saved file; ckpt and pt hold no metadata, and programs must unpack code to read them."""
     save_precision: SavePrecision | None = None
     """Number format of the saved file; without it float (32 bit)."""
     save_every_n_epochs: int | None = None
@@ -228,7 +231,7 @@ class ScheduleOptions:
 @dataclass(frozen=True, kw_only=True)
 class SampleOptions:
     sample_prompts: Path | None = None
-    """Text file with one prompt a line, with sd-scripts' --n --w --h --d --l --s options."""
+    """Text file with one prompt a line, with sd-scripts' --n --w --h --d --l --s options; or its TOML or JSON."""
     sample_every_n_steps: int | None = None
     """Draw the sample prompts every so many steps."""
     sample_every_n_epochs: int | None = None
@@ -257,6 +260,8 @@ class TrainOptions:
     objective: ObjectiveOptions = field(default_factory=ObjectiveOptions)
     validation: ValidationOptions = field(default_factory=ValidationOptions)
     sample: SampleOptions = SampleOptions()
+    metadata: MetadataOptions = field(default_factory=MetadataOptions)
+    upload: UploadOptions = field(default_factory=UploadOptions)
     log: LogOptions = field(default_factory=LogOptions)
 
 

@@ -62,6 +62,8 @@ def _later(what: str, **details: Any) -> Refused:
     return Refused(f"{what} is not supported yet; remove it", **details)
 
 
+_WITH_HUB = OnlyWith("huggingface_repo_id", (), "only used with huggingface_repo_id")
+_WITH_RESUME = OnlyWith("resume", (), "only used with resume")
 _WITH_WANDB = OnlyWith("log_with", ("wandb", "all"), "only used with W&B")
 
 _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
@@ -121,28 +123,22 @@ _DATA: dict[str, NoEffect | Refused | Renamed] = {
 }
 
 _RUN: dict[str, NoEffect | Refused | Renamed] = {
-    "save_model_as": Refused("LoRA files are always safetensors; remove it", "safetensors"),
     "save_n_epoch_ratio": Refused("use save_every_n_epochs"),
-    "metadata_title": _later("setting this line of the metadata"),
-    "metadata_author": _later("setting this line of the metadata"),
-    "metadata_description": _later("setting this line of the metadata"),
-    "metadata_license": _later("setting this line of the metadata"),
-    "metadata_tags": _later("setting this line of the metadata"),
-    "metadata_usage_hint": _later("setting this line of the metadata"),
-    "metadata_thumbnail": _later("setting this line of the metadata"),
-    "metadata_merged_from": _later("setting this line of the metadata"),
-    "metadata_trigger_phrase": _later("setting this line of the metadata"),
-    "metadata_preprocessor": _later("setting this line of the metadata"),
-    "metadata_is_negative_embedding": _later("setting this line of the metadata"),
-    "output_config": Refused("not supported; write the options into a TOML file and name it with config_file", False),
-    "huggingface_repo_id": Refused("nothing is uploaded; upload the file yourself and remove it"),
-    "huggingface_repo_type": NoEffect("only used with huggingface_repo_id"),
-    "huggingface_path_in_repo": NoEffect("only used with huggingface_repo_id"),
-    "huggingface_token": NoEffect("only used with huggingface_repo_id"),
-    "huggingface_repo_visibility": NoEffect("only used with huggingface_repo_id"),
-    "async_upload": NoEffect("only used with huggingface_repo_id", False),
-    "save_state_to_huggingface": NoEffect("only used with huggingface_repo_id", False),
-    "resume_from_huggingface": NoEffect("only used with resume", False),
+    "output_config": Refused(
+        "not supported; write `name = value` lines into a TOML file and name that with config_file; every run's event "
+        "log holds all its options too",
+        False,
+    ),
+    "save_state_to_huggingface": Refused(
+        "only LoRA files are uploaded; upload the state folder with `hf upload REPO FOLDER`, and remove this",
+        False,
+        only_with=_WITH_HUB,
+    ),
+    "resume_from_huggingface": Refused(
+        "states are not downloaded; fetch the folder with `hf download REPO`, and name it with resume",
+        False,
+        only_with=_WITH_RESUME,
+    ),
 }
 
 _OPTIMIZER: dict[str, NoEffect | Refused | Renamed] = {
@@ -282,6 +278,10 @@ DIFFERENCES: Mapping[str, str] = {
     "network_type": "what is trained; sd-scripts and LyCORIS say it with network_module and algo",
     "block_lr": "all weights by block in one table; sd-scripts has down_lr_weight, mid_lr_weight and up_lr_weight",
     "logging_dir": "may be left out: trackers' files then go into output_dir/logs",
+    "save_model_as": "ckpt and pt hold no metadata; an IP-Adapter is always safetensors",
+    "metadata_thumbnail": "a file that is missing or no picture is an error (sd-scripts: left out)",
+    "huggingface_path_in_repo": "may be left out: files are then at the top of the repository",
+    "async_upload": "without it a file that takes longer than a minute goes on uploading beside the training",
     "log_prefix": "default output_name and a dash (sd-scripts: none)",
     "log_tracker_name": "default maulstick in W&B (sd-scripts: network_train)",
     "log_tracker_config": "adds to wandb_run_name instead of taking its place",

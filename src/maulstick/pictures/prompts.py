@@ -1,9 +1,14 @@
-"""Prompts with sd-scripts' options behind them: ``a cat --n blurry --w 512 --h 768 --d 42 --l 7.5 --s 30``."""
+"""Prompts with sd-scripts' options behind them: ``a cat --n blurry --w 512 --h 768 --d 42 --l 7.5 --s 30``.
+
+Also its tables of prompts: TOML with ``[prompt]`` and ``[[prompt.subset]]``, and JSON with a list.
+"""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -86,8 +91,10 @@ def parse_prompt(line: str, *, where: str = "") -> Prompt:
     prompt = Prompt(text.strip())
     for option in options:
         name, _, value = option.strip().partition(" ")
-        read = _READERS.get(name)
+        read = _READERS.get(name.lower())
         if read is None:
+            if name.lower() in _ELSEWHERE:
+                raise PromptError(f"{_prefix(where)}--{name}: {_ELSEWHERE[name.lower()]}. Remove it.")
             hint = nearest_name_hint(f"--{name}", [f"--{known}" for known in _READERS])
             known = ", ".join(f"--{known}" for known in _READERS)
             raise PromptError(f"{_prefix(where)}unknown prompt option '--{name}'.{hint} Known are: {known}.")
@@ -102,27 +109,94 @@ def parse_prompt(line: str, *, where: str = "") -> Prompt:
 def read_prompts(path: Path) -> list[Prompt]:
     """Read a prompt file: one prompt a line; empty lines and lines that begin with # are left out.
 
+    A ``.toml`` file has a table ``[prompt]`` for what all prompts share, and a ``[[prompt.subset]]`` for each; a
+    ``.json`` file a list of such tables or of lines. Their keys are those of sd-scripts.
+
     Raises:
         PromptError: the file cannot be read, holds no prompt, or a line is wrong; line numbers count from 1.
     """
-    if path.suffix.lower() in (".toml", ".json"):
-        raise PromptError(
-            f"{path}: prompts are read from text files, one prompt a line; {path.suffix} is not supported."
-        )
-    try:
-        lines = path.read_text(encoding="utf-8-sig").splitlines()
-    except UnicodeDecodeError as error:
-        raise PromptError(f"The prompt file {path} is not UTF-8 text. Save it as UTF-8.") from error
-    except OSError as error:
-        raise PromptError(f"The prompt file {path} cannot be read: {error.strerror or error}.") from error
+    text = _read_text(path)
+    if path.suffix.lower() == ".toml":
+        return _from_toml(path, text)
+    if path.suffix.lower() == ".json":
+        return _from_json(path, text)
     prompts = [
         parse_prompt(line, where=f"{path}, line {number}")
-        for number, line in enumerate(lines, start=1)
+        for number, line in enumerate(text.splitlines(), start=1)
         if line.strip() and not line.lstrip().startswith("#")
     ]
     if not prompts:
         raise PromptError(f"The prompt file {path} holds no prompt. Write one prompt on each line.")
     return prompts
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise PromptError(f"The prompt file {path} is not UTF-8 text. Save it as UTF-8.") from error
+    except OSError as error:
+        raise PromptError(
+            f"The prompt file {path} cannot be read: {error.strerror or error}. Look at how the path is written."
+        ) from error
+
+
+def _from_toml(path: Path, text: str) -> list[Prompt]:
+    form = "Write a table [prompt] for what all share, and [[prompt.subset]] with prompt = ... for each picture."
+    try:
+        content = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PromptError(f"{path} is no TOML: {error}. {form}") from error
+    common = content.get("prompt")
+    subsets = common.get("subset") if isinstance(common, Mapping) else None
+    if not isinstance(common, Mapping) or not isinstance(subsets, list) or not subsets or len(content) > 1:
+        raise PromptError(f"{path} is no table of prompts. {form}")
+    shared = {key: value for key, value in common.items() if key != "subset"}
+    return [
+        _from_table({**shared, **subset}, f"{path}, prompt.subset {number}")
+        for number, subset in enumerate(subsets, start=1)
+    ]
+
+
+def _from_json(path: Path, text: str) -> list[Prompt]:
+    form = (
+        'Write a list of prompts, each a line as in a text file, or an object such as {"prompt": "a cat", "seed": 1}.'
+    )
+    try:
+        content = json.loads(text)
+    except ValueError as error:
+        raise PromptError(f"{path} is no JSON: {error}. {form}") from error
+    if not isinstance(content, list) or not content:
+        raise PromptError(f"{path} is no list of prompts. {form}")
+    prompts = []
+    for number, entry in enumerate(content, start=1):
+        where = f"{path}, prompt {number}"
+        if not isinstance(entry, str | dict):
+            raise PromptError(f"{where} is {json.dumps(entry)}. {form}")
+        prompts.append(parse_prompt(entry, where=where) if isinstance(entry, str) else _from_table(entry, where))
+    return prompts
+
+
+def _from_table(table: Mapping[str, Any], where: str) -> Prompt:
+    text = table.get("prompt")
+    if not isinstance(text, str):
+        raise PromptError(f"{where} has no text. Write prompt = and the text in quotes.")
+    prompt = Prompt(text.strip())
+    for key, value in table.items():
+        if key == "prompt":
+            continue
+        if key not in _TABLE_KEYS:
+            if key in _ELSEWHERE:
+                raise PromptError(f"{where}, {key}: {_ELSEWHERE[key]}. Remove it.")
+            hint = nearest_name_hint(key, _TABLE_KEYS)
+            raise PromptError(f"{where}: unknown key '{key}'.{hint} Known are: prompt, {', '.join(_TABLE_KEYS)}.")
+        try:
+            if isinstance(value, bool | list | dict):
+                raise ValueError("a number or a text")
+            prompt = _READERS[_TABLE_KEYS[key]](prompt, str(value).strip())
+        except ValueError as error:
+            raise PromptError(f"{where}: {key} expects {error}, but has {json.dumps(value)}.") from None
+    return prompt
 
 
 def default_prompt(native_size: int) -> Prompt:
@@ -189,3 +263,16 @@ _READERS: dict[str, Callable[[Prompt, str], Prompt]] = {
     "ss": lambda prompt, value: replace(prompt, sampler=_sampler(value)),
     "g": _embedded_guidance,
 }
+_TABLE_KEYS = {
+    "negative_prompt": "n",
+    "width": "w",
+    "height": "h",
+    "seed": "d",
+    "scale": "l",
+    "sample_steps": "s",
+    "sample_sampler": "ss",
+    "guidance_scale": "g",
+}
+"""Keys of a table of prompts -> the option behind a prompt that says the same."""
+_ELSEWHERE = dict.fromkeys(("cn", "controlnet_image"), "pictures are drawn without ControlNet")
+"""What sd-scripts has for other kinds of training."""

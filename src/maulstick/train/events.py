@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -59,6 +60,8 @@ class EventLog:
         self._on_trouble = on_trouble
         self._in_trouble = False
         self._held: list[str] = []
+        # Uploads write from a thread of their own.
+        self._lock = threading.RLock()
         self._file: Any = path.open("ab", buffering=0)
 
     def write(self, event: str, **fields: Any) -> None:
@@ -66,8 +69,9 @@ class EventLog:
         if self._file is None:
             return
         row = {"event": event, "time": round(time.time(), 3), **json_value(fields)}
-        self._held.append(json.dumps(row, ensure_ascii=False) + "\n")
-        self._write_held()
+        with self._lock:
+            self._held.append(json.dumps(row, ensure_ascii=False) + "\n")
+            self._write_held()
 
     def _write_held(self) -> None:
         data = "".join(self._held).encode()
@@ -95,6 +99,11 @@ class EventLog:
         """Return the checksum of the file, as far as it is written."""
         return self._hash.hexdigest()
 
+    def written(self) -> tuple[int, str]:
+        """Return length and checksum of the same moment."""
+        with self._lock:
+            return self.size(), self.sha256()
+
     def close(self) -> None:
         """Write what is held, if that is possible now, and close the file."""
         if self._file is not None:
@@ -117,6 +126,10 @@ class NoLog:
     def sha256(self) -> str:
         """Return the checksum of an empty file."""
         return hashlib.sha256().hexdigest()
+
+    def written(self) -> tuple[int, str]:
+        """Return both."""
+        return self.size(), self.sha256()
 
     def close(self) -> None:
         """Close nothing."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import random
 import time
 from dataclasses import dataclass, field
@@ -10,13 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from PIL import Image
 
 from maulstick import __version__
 from maulstick.adapters.files import file_hash, legacy_file_hash
 from maulstick.adapters.metadata import BaseModelFacts, DatasetFacts, LoraRunFacts, ModelSpecFacts, build_metadata
 from maulstick.data.summary import bucket_info, dataset_dirs, datasets_metadata, tag_frequency
+from maulstick.errors import OptionError
 from maulstick.families.base import Family
 from maulstick.files_io import set_aside
+from maulstick.options.output_schema import MetadataOptions
 from maulstick.options.schema import RunOptions, TrainOptions
 from maulstick.options.text_rates import text_encoder_rates
 from maulstick.train.plan import Plan
@@ -24,13 +28,16 @@ from maulstick.train.precision import DTYPES
 from maulstick.train.prepare import Prepared
 from maulstick.train.trains import Attached, Trains
 
+LARGEST_THUMBNAIL = 2**20
+"""In bytes."""
+
 
 def lora_path(run: RunOptions, label: str | None, folder: Path | None = None) -> Path:
     """Return the path of the final file (no label) or of an intermediate one, in ``folder`` or output_dir."""
     folder = folder or run.output_dir
     if folder is None:
         raise ValueError("output_dir is checked when options are read")
-    return folder / f"{run.output_name}{f'-{label}' if label else ''}.safetensors"
+    return folder / f"{run.output_name}{f'-{label}' if label else ''}.{run.save_model_as}"
 
 
 @dataclass
@@ -86,6 +93,7 @@ class AdapterOutput:
                 resolution=plan.resolution,
                 prediction_type=_PREDICTIONS.get(self.family.prediction_type),
                 encoder_layer=o.model.clip_skip,
+                **author_facts(o.metadata),
             ),
             base_model=self._base_model_facts(),
             dataset=self.dataset,
@@ -175,6 +183,37 @@ class AdapterOutput:
             "debiased_estimation": o.objective.debiased_estimation_loss,
             "scale_weight_norms": o.network.scale_weight_norms,
         }
+
+
+def author_facts(options: MetadataOptions) -> dict[str, Any]:
+    """Return what the user says about the file, under the names of the model specification.
+
+    Raises:
+        OptionError: the thumbnail is no picture, or a large one.
+    """
+    said = {name.removeprefix("metadata_"): value for name, value in vars(options).items()}
+    return {**said, "thumbnail": _data_url(options.metadata_thumbnail)}
+
+
+def _data_url(thumbnail: str | None) -> str | None:
+    if thumbnail is None or thumbnail.startswith("data:"):
+        return thumbnail
+    path = Path(thumbnail)
+    try:
+        with Image.open(path) as image:
+            kind = Image.MIME.get(image.format or "", "image/png")
+        content = path.read_bytes()
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or "it is no picture"
+        raise OptionError(
+            f"metadata_thumbnail: {path} cannot be read ({reason}). Name an image file, or give a data URL (data:...)."
+        ) from error
+    if len(content) > LARGEST_THUMBNAIL:
+        raise OptionError(
+            f"metadata_thumbnail: {path} has {len(content) / 2**20:.1f} MiB, and every saved file would hold it. Make "
+            f"it smaller than {LARGEST_THUMBNAIL / 2**20:g} MiB; 512 pixels are enough."
+        )
+    return f"data:{kind};base64,{base64.b64encode(content).decode('ascii')}"
 
 
 _OBJECTIVE_FACTS = (

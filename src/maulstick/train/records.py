@@ -131,7 +131,8 @@ class RunRecords:
 
     def state(self) -> dict[str, Any]:
         """Return how far the files are written, with their checksums, for a run that goes on from here."""
-        state: dict[str, Any] = {"events_bytes": self.events.size(), "events_sha256": self.events.sha256()}
+        length, checksum = self.events.written()
+        state: dict[str, Any] = {"events_bytes": length, "events_sha256": checksum}
         if self.gradient_log is not None:
             try:
                 state["gradient_rows"] = self.gradient_log.state_dict()["rows"]

@@ -32,7 +32,7 @@ from maulstick.train.interrupt import StopSignals
 from maulstick.train.loop import TrainingLoop
 from maulstick.train.loop_parts import LoopParts, LoopState
 from maulstick.train.optim import build_optimizer
-from maulstick.train.output import AdapterOutput, dataset_facts
+from maulstick.train.output import AdapterOutput, author_facts, dataset_facts
 from maulstick.train.plan import plan_lines
 from maulstick.train.precision import gradient_scaler
 from maulstick.train.prepare import Prepared, draw_seed, make_plan, must_use_cpu, prepare
@@ -56,6 +56,7 @@ from maulstick.train.sharding import average_gradients, shard_frozen
 from maulstick.train.sources import Sources
 from maulstick.train.state_folder import read_state
 from maulstick.train.trainee import Trainee
+from maulstick.train.upload import HubUpload
 from maulstick.train.watch_list import build_watchers
 
 MANY_SKIPS = 3
@@ -124,6 +125,7 @@ class TrainingRun:
 
     def _prepare(self) -> Prepared:
         self.records.check()
+        author_facts(self.options.metadata)
         if self.options.sample.sample_prompts is not None:
             # A misspelt prompt option must not surface after an hour of training.
             self._prompts = read_prompts(self.options.sample.sample_prompts)
@@ -244,7 +246,7 @@ class TrainingRun:
             dataset_facts(prepared),
             self.records.started_at,
         )
-        self.saver = RunSaver(prepared, output, self.console, self.records, self.accelerator)
+        self.saver = RunSaver(prepared, output, self.console, self.records, self.accelerator, self._upload())
         guard.know_names(attached.named_parameters)
         parts = LoopParts(
             options=options,
@@ -308,6 +310,7 @@ class TrainingRun:
     def _finish(self, state: LoopState) -> RunResult:
         summary = self._loop().parts.guard.summary()
         path = self._saver().save(end_label(state), state.step, state.epoch)
+        self._saver().finish_upload()
         self.console.say(summary)
         if state.stopped_by:
             self.console.say(f"stopped after {state.step} steps: {state.stopped_by}")
@@ -331,6 +334,7 @@ class TrainingRun:
             self._loop().before_last_save()
             self._loop().read_mode()
             path = self._saver().save_somehow(label, state)
+            self._saver().finish_upload()
         except Exception as second:
             # Whatever this is, the first error is the one to be seen.
             self.console.say(f"The adapter could not be saved: {second}")
@@ -362,6 +366,13 @@ class TrainingRun:
             self.records.events.write("sample_failed", step=step, error=str(error))
             return
         self.records.samples(paths, [prompt.text for prompt in self._prompts], step=step, label=label)
+
+    def _upload(self) -> HubUpload | None:
+        options = self.options.upload
+        if options.huggingface_repo_id is None:
+            return None
+        token = self.loaded.secrets.get("huggingface_token")
+        return HubUpload(options, token, self.console.say, self.records.events.write)
 
     # --- small things ------------------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ VALUES_PER_TENSOR = 64
 """How many values of each base weight go into the fingerprint: another model differs in all of its tensors."""
 
 FIXED_GROUPS = ("model", "network", "ip_adapter", "dataset", "guard")
-FREE_GROUPS = ("sample", "log")
+FREE_GROUPS = ("sample", "metadata", "upload", "log")
 FIXED = frozenset(
     {
         *("optimizer_type", "optimizer_args", "ema_decay"),
@@ -31,7 +31,7 @@ FREE = frozenset(
     {
         *("pretrained_model_name_or_path", "train_data_dir", "reg_data_dir", "dataset_config", "network_weights"),
         *("image_encoder", "conditioning_data_dir", "sample_ip_image"),
-        *("output_dir", "output_name", "save_precision", "no_metadata", "training_comment"),
+        *("output_dir", "output_name", "save_model_as", "save_precision", "no_metadata", "training_comment"),
         *("save_every_n_epochs", "save_every_n_steps", "save_last_n_epochs", "save_last_n_steps"),
         *("save_state", "save_state_on_train_end", "save_last_n_epochs_state", "save_last_n_steps_state"),
         *("resume", "initial_step", "initial_epoch", "skip_until_initial_step"),

@@ -23,6 +23,7 @@ from maulstick.train.prepare import Prepared
 from maulstick.train.records import RunRecords
 from maulstick.train.resume import capture
 from maulstick.train.state_folder import remove_leftovers, remove_state, state_name, write_state
+from maulstick.train.upload import HubUpload
 
 Kind = Literal["step", "epoch"]
 Saved = dict[Kind, dict[int, Path]]
@@ -41,6 +42,7 @@ class RunSaver:
     console: RunConsole
     records: RunRecords
     accelerator: Accelerator
+    upload: HubUpload | None = None
     loop: TrainingLoop | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What every state says about the run (``run_facts``)."""
@@ -65,6 +67,8 @@ class RunSaver:
         aside = f" (the earlier file is now {earlier.name})" if earlier else ""
         self.console.say(f"saved {path}{aside}")
         self.records.events.write("save", file=path, step=step, earlier_file=earlier, sha256=file_hash(path))
+        if self.upload is not None:
+            self.upload.add(path)
         return path
 
     def save_intermediate(self, label: str, step: int, epoch: int) -> None:
@@ -96,6 +100,11 @@ class RunSaver:
         steps = self.prepared.batches.steps_per_epoch
         found = {number * steps: path for number, path in self.files["epoch"].items()} | self.files["step"]
         return {step: path for step, path in sorted(found.items()) if path.exists()}
+
+    def finish_upload(self) -> None:
+        """Wait for uploads that are under way, and try again those that failed."""
+        if self.upload is not None:
+            self.upload.finish()
 
     # --- the state ---------------------------------------------------------------------------------------------------
 

@@ -56,29 +56,29 @@ class Trackers:
             if each.name == "wandb":
                 # The two that sd-scripts sends there, for the axes of its charts.
                 shown = {**values, "global_step": step, "epoch": epoch}
-                self._attempt(each, each.tracker.log, shown, step=step)
+                self._attempt(each, _send_values, shown, step)
             else:
-                self._attempt(each, each.tracker.log, dict(values), step=step)
+                self._attempt(each, _send_values, dict(values), step)
 
     def log_epoch(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Send the values of an epoch (from 1), which TensorBoard has over epochs, as with sd-scripts."""
         for each in self.opened:
             if each.name == "wandb":
                 shown = {**values, "global_step": step, "epoch": epoch}
-                self._attempt(each, each.tracker.log, shown, step=step)
+                self._attempt(each, _send_values, shown, step)
             else:
-                self._attempt(each, each.tracker.log, dict(values), step=epoch)
+                self._attempt(each, _send_values, dict(values), epoch)
 
     def log_samples(self, samples: Sequence[Sample], *, step: int) -> None:
         """Send the pictures in these files as ``sample_0`` and so on, in W&B with their prompts below them."""
         for each in self.opened:
             send = _send_to_wandb if each.name == "wandb" else _send_to_tensorboard
-            self._attempt(each, send, each.tracker, samples, step)
+            self._attempt(each, send, samples, step)
 
     def finish(self) -> None:
         """Close all; say of each that failed how often it did."""
         for each in self.opened:
-            self._attempt(each, each.tracker.finish)
+            self._attempt(each, _finish)
             if each.failures:
                 self.say(
                     f"{_CALLED[each.name]} did not take {each.failures} of {each.calls} calls, the last time because "
@@ -86,16 +86,24 @@ class Trackers:
                 )
         self.opened = []
 
-    def _attempt(self, each: _Open, call: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    def _attempt(self, each: _Open, call: Callable[..., None], *arguments: Any) -> None:
         each.calls += 1
         try:
-            call(*arguments, **named)
+            call(each.tracker, *arguments)
         except Exception as error:  # whatever a tracker raises, the run is worth more
             each.failures += 1
             text = str(error).strip().splitlines()
             each.last_failure = f"{type(error).__name__}: {text[0]}" if text else type(error).__name__
             if each.failures == 1:
                 self.say(f"{_CALLED[each.name]} fails ({each.last_failure}); training goes on, and it is tried again")
+
+
+def _send_values(tracker: Any, values: dict[str, float], step: int) -> None:
+    tracker.log(values, step=step)
+
+
+def _finish(tracker: Any) -> None:
+    tracker.finish()
 
 
 def _send_to_wandb(tracker: Any, samples: Sequence[Sample], step: int) -> None:

@@ -65,6 +65,10 @@ _BY_REASON = {
     ("trouble", "save_state_failed"): "No state was saved here, so a resumed run begins at an earlier one.",
     ("trouble", "sample_failed"): "Sample pictures could not be drawn. The training itself was not touched.",
     ("trouble", "remove_failed"): "An older file that save_last_n_* would have removed stayed.",
+    (
+        "trouble",
+        "upload_failed",
+    ): "The hub did not take the file. It lies in output_dir, and was tried again at the end.",
     ("trouble", "tracker_failed"): "TensorBoard or W&B did not take values. The event log has them; training went on.",
     ("trouble", "autopsy_failed"): "The step could not be run again to find the cause. The training was not touched.",
 }

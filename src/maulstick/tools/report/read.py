@@ -41,6 +41,7 @@ _MARK_EVENTS = {
     "sample_failed": "trouble",
     "remove_failed": "trouble",
     "tracker_failed": "trouble",
+    "upload_failed": "trouble",
     "resume": "resume",
 }
 _NOT_SERIES = frozenset({"event", "time", "train/steps", "epoch", "train/skipped_steps"})

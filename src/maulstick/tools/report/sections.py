@@ -33,6 +33,7 @@ _REASONS = {
     "sample_failed": "sample pictures",
     "remove_failed": "older file",
     "tracker_failed": "tracker",
+    "upload_failed": "upload",
     "autopsy_failed": "autopsy",
     "alarms/largest_weight_norm": "weights are growing",
     "alarms/largest_attention_logit": "attention is growing",
