@@ -92,6 +92,7 @@ def test_help_is_grouped_by_owner() -> None:
         "Gradient guardian",
         "Rescue",
         "Autopsy",
+        "Validation",
         "Samples while training",
         "Metadata of the file",
         "Upload (only with huggingface_repo_id)",

@@ -82,6 +82,12 @@ def example(name: str) -> tuple[list[str], str, Any]:
         return ["some/place"], '"some/place"', Path("some/place")
     if hint is str:
         return ["text"], '"text"', "text"
+    if hint == list[Path]:
+        return (
+            ["a.safetensors", "b.safetensors"],
+            '["a.safetensors", "b.safetensors"]',
+            [Path("a.safetensors"), Path("b.safetensors")],
+        )
     if hint == list[float]:
         return ["1e-05"], "1e-05", [1e-05]
     assert get_origin(hint) is Literal

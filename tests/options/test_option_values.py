@@ -122,7 +122,16 @@ def test_other_types_are_refused_with_name_place_value_and_expectation(name: str
 
 
 def test_every_option_has_a_type_that_can_be_converted() -> None:
-    examples = {bool: True, int: 75, float: 0.5, str: "cosine", Path: "p", list[str]: ["a=1"], list[float]: [0.5]}
+    examples = {
+        bool: True,
+        int: 75,
+        float: 0.5,
+        str: "cosine",
+        Path: "p",
+        list[str]: ["a=1"],
+        list[float]: [0.5],
+        list[Path]: ["p"],
+    }
     for name, hint in option_types().items():
         value = examples.get(hint, getattr(hint, "__args__", (None,))[0])
         assert convert_toml_value(name, value, WHERE) is not None

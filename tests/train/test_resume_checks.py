@@ -226,3 +226,20 @@ def test_a_state_that_cannot_be_written_says_why(tmp_path: Path, monkeypatch):
     with pytest.raises(RuntimeError, match=r"^CUDA error: unspecified launch failure$"):
         write_state(folder, {}, {})
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_state_belongs_to_what_was_merged_into_its_base(make_run, tmp_path):
+    unet = ("--network_train_unet_only", "--cache_latents")
+    lora = make_run("--max_train_steps", "1", *unet, output="first").train().path
+    merged = ("--base_weights", str(lora), *unet)
+    run = make_run("--save_state", "--max_train_steps", "2", *merged)
+    run.train()
+    (note,) = [each for each in run.prepared.plan.notices if "Merged" in each]
+    assert note == "Merged into the base: last.safetensors times 1 (48 modules of the unet)."
+    state = ("--resume", str(tmp_path / "out" / "last-state"))
+    moved = tmp_path / "elsewhere.safetensors"
+    lora.rename(moved)
+    make_run(*state, "--base_weights", str(moved), *unet, "--max_train_steps", "3").prepare()
+    for other in (unet, (*unet, "--base_weights", str(moved), "--base_weights_multiplier", "0.5")):
+        with pytest.raises(OptionError, match="other LoRA files, or with other multipliers"):
+            make_run(*state, *other, "--max_train_steps", "3").prepare()

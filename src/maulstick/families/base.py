@@ -24,6 +24,8 @@ from maulstick.options.schema import ObjectiveOptions
 if TYPE_CHECKING:
     from diffusers import DiffusionPipeline
 
+    from maulstick.families.merged_base import BaseChange
+
 Conditioning = dict[str, Tensor]
 """Named conditioning tensors, each with the batch as its first dimension.
 
@@ -70,6 +72,7 @@ class Family(ABC):
         token_limits: what ``max_token_length`` may be.
         sampler_names: samplers that draw with it.
         notes: what the user should know about the model as it was found.
+        merged: identifies the LoRA files that were merged into the base; "" for none.
         ip_adapter: the IP-Adapter in the denoiser, None without one.
         ip_adapter_encoder: whose vision model its IP-Adapters read; None where it has none.
         ip_adapter_types: the types of IP-Adapters to choose from, the usual one first; none where there is one only.
@@ -92,6 +95,7 @@ class Family(ABC):
     token_limits: Sequence[int] = (75, 150, 225)
     sampler_names: Sequence[str] = get_args(Sampler)
     notes: Sequence[str]
+    merged: str = ""
     ip_adapter: IpAdapter | None = None
     ip_adapter_encoder: EncoderKind | None = None
     ip_adapter_types: Sequence[str] = ()
@@ -104,6 +108,13 @@ class Family(ABC):
         """Bring the denoiser into the form whose modules adapter files name, where that is another; it stays so.
 
         To be called before an adapter is planned or put on. What the denoiser computes does not change.
+        """
+
+    @abstractmethod
+    def change_base(self, changes: Mapping[str, Sequence[BaseChange]], identity: str) -> None:
+        """Change weights of the frozen networks, by component; ``identity`` becomes ``merged``.
+
+        Encoders that are loaded later are changed then. Raises ModelError where a change does not fit.
         """
 
     def check_objective(self, objective: ObjectiveOptions) -> None:  # noqa: B027 (a family may train with all of them)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from maulstick.families.base import VAE, Family
 from maulstick.families.build import build_module
 from maulstick.families.clip_text import caption_ids, load_tokenizer
+from maulstick.families.merged_base import BaseChange, apply_changes
 from maulstick.families.recognise import JsonObject
 from maulstick.families.source import Component, ModelSource
 
@@ -58,6 +59,7 @@ class LatentFamily(Family):
         self._vae_in_fp32: AutoencoderKL | None = None
         self._text_encoders: dict[str, nn.Module] = {}
         self._tensors_of: dict[str, int] = {}
+        self._changes: Mapping[str, Sequence[BaseChange]] = {}
         self.device, self.dtype = setup.device, setup.dtype
         self.notes = source.notes
         self.vae_scale = 2 ** (len(source.vae.config["block_out_channels"]) - 1)
@@ -87,6 +89,17 @@ class LatentFamily(Family):
     @property
     def text_encoders(self) -> Mapping[str, nn.Module]:
         return {name: self._text_encoder_on_device(name) for name in self._source.text_encoders}
+
+    def change_base(self, changes: Mapping[str, Sequence[BaseChange]], identity: str) -> None:
+        self._changes, self.merged = changes, identity
+        loaded = {self.denoiser_naming.component: self.denoiser, **self._text_encoders}
+        for component, network in loaded.items():
+            apply_changes(network, changes.get(component, ()))
+
+    @property
+    def _merged_text(self) -> str:
+        """What ``text_identity`` says about changed text encoders; nothing where there are none."""
+        return f":merged-{self.merged}" if self._changes.keys() & self._source.text_encoders.keys() else ""
 
     def encoders_on_device(self) -> frozenset[str]:
         on_device = {name for name, module in self._text_encoders.items() if self._is_here(module)}
@@ -139,7 +152,9 @@ class LatentFamily(Family):
 
     def _text_encoder_on_device(self, name: str) -> nn.Module:
         if name not in self._text_encoders:
-            self._text_encoders[name] = self._build_text_encoder(name, self._source.text_encoders[name])
+            built = self._build_text_encoder(name, self._source.text_encoders[name])
+            apply_changes(built, self._changes.get(name, ()))
+            self._text_encoders[name] = built
             self._tensors_of[name] = _count_tensors(self._text_encoders[name])
         elif not self._is_here(self._text_encoders[name]):
             self._text_encoders[name].to(self.device)

@@ -65,6 +65,7 @@ def load_family(
         vae = open_vae(Path(options.vae).expanduser(), source.kind)
         _refuse_other_latents(vae.config, source, options.vae)
         source = replace(source, vae=vae)
+    from maulstick.families.merged_base import merge_base_weights
     from maulstick.families.sd import StableDiffusion
     from maulstick.families.sd3 import SD3Setup, StableDiffusion3
     from maulstick.families.sdxl import StableDiffusionXL
@@ -101,6 +102,7 @@ def load_family(
         )
     if objective is not None:
         family.check_objective(objective)
+    merge_base_weights(family, options)
     return family
 
 

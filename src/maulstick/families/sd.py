@@ -54,7 +54,7 @@ class StableDiffusion(UnetFamily):
         layer, length = self._setup.clip_skip or 1, self._setup.max_token_length
         return (
             f"sd-clip:{weights}:{short_name(self.dtype)}:layer-{layer}:tokens-{length}"
-            f":pad-{self.tokenizer.pad_token_id}"
+            f":pad-{self.tokenizer.pad_token_id}{self._merged_text}"
         )
 
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning:

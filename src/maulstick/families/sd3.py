@@ -129,7 +129,7 @@ class StableDiffusion3(LatentFamily):
         padding = "+".join(str(tokenizer.pad_token_id) for tokenizer in self.tokenizers.values())
         t5 = short_name(t5_dtype(self.dtype)) if self._has_t5 else "none"
         length = self._setup.t5_length
-        return f"sd3-text:{weights}:{short_name(self.dtype)}:pad-{padding}:t5-{t5}-{length}"
+        return f"sd3-text:{weights}:{short_name(self.dtype)}:pad-{padding}:t5-{t5}-{length}{self._merged_text}"
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
         """As in ``Family``; T5's tokens are (B, ``t5_length``), padded."""

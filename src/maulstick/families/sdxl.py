@@ -75,7 +75,8 @@ class StableDiffusionXL(UnetFamily):
     def text_identity(self) -> str:
         weights = "+".join(part.weights.content_hash() for part in self._source.text_encoders.values())
         padding = "+".join(str(tokenizer.pad_token_id) for tokenizer in self.tokenizers.values())
-        return f"sdxl-clip:{weights}:{short_name(self.dtype)}:tokens-{self._setup.max_token_length}:pad-{padding}"
+        length = self._setup.max_token_length
+        return f"sdxl-clip:{weights}:{short_name(self.dtype)}:tokens-{length}:pad-{padding}{self._merged_text}"
 
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return ``encoder_hidden_states`` (B, T, D1 + D2) and ``text_embeds`` (B, P), the pooled text."""

@@ -26,6 +26,7 @@ _CHANCE_BELOW_ONE = _Range("a chance from 0 to below 1 (at 1 nothing would be tr
 
 RANGES: dict[str, _Range] = {
     "clip_skip": _ONE_OR_MORE,
+    "base_weights_multiplier": _Range("a number", lambda value: True),
     "network_dim": _ONE_OR_MORE,
     "network_alpha": _ZERO_OR_MORE,
     "factor": _Range("a whole number of at least 2, or -1", lambda value: value >= 2 or value == -1),

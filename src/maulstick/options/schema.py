@@ -50,6 +50,10 @@ class ModelOptions:
     """SD3: leave T5 out even if it is there, which saves 9 GB; the model was trained to do without it at times."""
     t5xxl_max_token_length: int | None = None
     """SD3: longest caption for T5, in tokens; 256 without it. CLIP always reads 75."""
+    base_weights: list[Path] = field(default_factory=list)
+    """LoRA files to merge into the base before anything else; what is trained belongs to that base."""
+    base_weights_multiplier: list[float] = field(default_factory=list)
+    """Strength of each of them; 1 where none is given."""
 
 
 @Parameter(name="*", group=groups.NETWORK)
@@ -247,7 +251,7 @@ class SampleOptions:
 class TrainOptions:
     """All options of one run, by the part they belong to."""
 
-    model: ModelOptions = ModelOptions()
+    model: ModelOptions = field(default_factory=ModelOptions)
     network: NetworkOptions = field(default_factory=NetworkOptions)
     ip_adapter: IpAdapterOptions = field(default_factory=IpAdapterOptions)
     dataset: DatasetOptions = field(default_factory=DatasetOptions)

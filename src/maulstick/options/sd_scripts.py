@@ -99,15 +99,10 @@ def take_leftover_tokens(tokens: list[str]) -> dict[str, Given]:
 
 def _token_value(
     name: str, entry: NoEffect | Refused | Renamed, attached: str | None, waiting: list[str]
-) -> bool | str | list[str]:
+) -> bool | str:
     default = entry.default
     if isinstance(default, bool):
         return attached is None or attached.lower() not in ("false", "0", "no")
-    if isinstance(default, tuple):
-        values = [] if attached is None else [attached]
-        while waiting and not waiting[0].startswith("--"):
-            values.append(waiting.pop(0))
-        return values
     if attached is not None:
         return attached
     if not waiting or waiting[0].startswith("--"):

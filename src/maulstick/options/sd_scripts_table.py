@@ -10,9 +10,9 @@ from maulstick.options.ip_adapter_schema import IpAdapterOptions
 from maulstick.options.safety_schema import AutopsyOptions, GuardOptions, RescueOptions
 from maulstick.options.text_rates import BY_NUMBER
 
-Default = bool | int | float | str | tuple[()] | None
-"""sd-scripts' default. Its type says what follows the name on a command line: a bool nothing, () any number of values,
-anything else one value."""
+Default = bool | int | float | str | None
+"""sd-scripts' default. Its type says what follows the name on a command line: a bool nothing, anything else one value.
+"""
 
 
 @dataclass(frozen=True)
@@ -94,11 +94,6 @@ _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
     "zero3_init_flag": NoEffect("only used with deepspeed", False),
     "zero3_save_16bit_model": NoEffect("only used with deepspeed", False),
     "fp16_master_weights_and_gradients": NoEffect("only used with deepspeed", False),
-}
-
-_NETWORK: dict[str, NoEffect | Refused | Renamed] = {
-    "base_weights": _later("merging LoRA files into the base before training", default=()),
-    "base_weights_multiplier": NoEffect("only used with base_weights", ()),
 }
 
 _DATA: dict[str, NoEffect | Refused | Renamed] = {
@@ -187,7 +182,6 @@ _KOHYA_SS: dict[str, NoEffect | Refused | Renamed] = {
 
 SD_SCRIPTS_GROUPS: Mapping[str, Mapping[str, NoEffect | Refused | Renamed]] = {
     "Model": _MODEL_AND_MEMORY,
-    "Network (what is trained)": _NETWORK,
     "Data": _DATA,
     "Run": _RUN,
     "Optimizer": _OPTIMIZER,

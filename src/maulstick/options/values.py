@@ -97,6 +97,8 @@ def _converted(value: Any, wanted: Any) -> Any:
     (element,) = get_args(wanted)
     if element is float:
         return [_number(part) for part in (value if isinstance(value, list) else [value])]
+    if element is Path:
+        return [Path(_text(part, "paths in quotes")) for part in (value if isinstance(value, list) else [value])]
     if not isinstance(value, list) or not all(isinstance(part, str) for part in value):
         raise _Unfit('a list of texts such as ["key=value", "key=value"]')
     return value

@@ -104,6 +104,7 @@ def run_facts(prepared: Prepared, world: int) -> dict[str, Any]:
         "facts_version": FACTS_VERSION,
         "family": family.base_model_version,
         "model": fingerprint(family.denoiser),
+        "merged": family.merged,
         "encoders": encoders,
         "dataset": dataset_facts(prepared.index),
         "trained_from": prepared.trains.identity,
@@ -119,6 +120,11 @@ def check_same_run(facts: Mapping[str, Any], now: Mapping[str, Any], prepared: P
             difference.
     """
     notes = changed_options(facts["options"], prepared.options)
+    if facts.get("merged", "") != now["merged"]:
+        raise OptionError(
+            "resume: other LoRA files, or with other multipliers, were merged into the base of the state. Set "
+            "base_weights and base_weights_multiplier back, or begin a new run with network_weights."
+        )
     if facts["family"] != now["family"] or facts["model"] != now["model"]:
         raise OptionError(
             f"resume: the state belongs to another base model ({facts['family']}, weights {facts['model'][:8]}; "

@@ -30,6 +30,7 @@ FIXED = frozenset(
 FREE = frozenset(
     {
         *("pretrained_model_name_or_path", "train_data_dir", "reg_data_dir", "dataset_config", "network_weights"),
+        *("base_weights", "base_weights_multiplier"),
         *("image_encoder", "conditioning_data_dir", "sample_ip_image"),
         *("output_dir", "output_name", "save_model_as", "save_precision", "no_metadata", "training_comment"),
         *("save_every_n_epochs", "save_every_n_steps", "save_last_n_epochs", "save_last_n_steps"),
