@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from maulstick.cli import main
+from maulstick.tools.report.command import write_report
 from maulstick.tools.report.downsample import kept_places, short
 from maulstick.tools.report.marks import explanation, in_rows
 from maulstick.tools.report.page import render
@@ -122,6 +123,29 @@ def test_nothing_that_a_log_says_becomes_markup(tmp_path: Path) -> None:
     assert not re.search(r"https?://", page)
 
 
+def test_an_ip_adapter_has_no_rank(tmp_path: Path) -> None:
+    rows = [start_event(1, network_type="ip_adapter")]
+    rows[0]["plan"]["components"] = [{"log_name": "unet", "modules": 4, "network_type": "SD3 IP-Adapter"}]
+    page = render([read_run(write_log(tmp_path / "made.events.jsonl", rows))])
+    assert "<dd>SD3 IP-Adapter: unet 4 modules</dd>" in page
+
+
+def test_halves_of_characters_and_impossible_numbers_do_not_keep_a_page_from_being_written(tmp_path: Path) -> None:
+    """A file whose name is no text stands in the log as half a character."""
+    odd = [None, -5, 1e300, 10**400, math.nan, "x"]
+    rows = [
+        {**start_event(3), "time": 1e300},
+        *({"event": "step", "train/steps": step, "loss/current": 1.0, "time": math.inf} for step in (1, *odd, 2)),
+        {"event": "timesteps", "step": 2, "width": math.nan, "count": [math.inf], "loss": [1]},
+        {"event": "skip", "step": 2, "reason": "nan", "text": "images: caf\udce9.png", "images": ["caf\udce9.png"]},
+        {"event": "failed", "step": 2, "error": "caf\udce9.png", "time": 10**400},
+    ]
+    run = read_run(write_log(tmp_path / "made.events.jsonl", rows))
+    assert (run.steps, run.started_at, run.ended_at, run.reason) == ([1, 2], None, None, "caf?.png")
+    write_report([run], tmp_path / "made.html")
+    assert "images: caf?.png" in (tmp_path / "made.html").read_text(encoding="utf-8")
+
+
 # ---------------------------------------------------------------------------------------- few points, no spike lost
 
 
@@ -138,7 +162,15 @@ def test_few_places_are_kept_and_every_extreme_among_them() -> None:
 
 @pytest.mark.parametrize(
     "value, written",
-    [(0.123456789, 0.12346), (1e-7, 1e-7), (3.0, 3), (math.nan, "nan"), (-math.inf, "-inf"), (None, None)],
+    [
+        (0.123456789, 0.12346),
+        (1e-7, 1e-7),
+        (3.0, 3),
+        (131072.0, 131072),
+        (math.nan, "nan"),
+        (-math.inf, "-inf"),
+        (None, None),
+    ],
 )
 def test_values_are_short(value: float | None, written: Any) -> None:
     assert short(value) == written

@@ -59,6 +59,16 @@ def test_a_torn_line_and_unknown_things_are_passed_over(tmp_path: Path) -> None:
     assert (run.steps, run.ending) == ([1], "open")
 
 
+def test_a_broken_line_costs_no_more_than_itself_and_is_told(tmp_path: Path) -> None:
+    log = write_log(tmp_path / "made.events.jsonl", [start_event(3), *steps(1, 2, 3)])
+    lines = log.read_text().splitlines(keepends=True)
+    lines[2] = lines[2][:9] + "\0" * 5 + "\n"
+    log.write_text("\ufeff" + "".join(lines) + '{"event": "st', encoding="utf-8")
+    run = read_run(log)
+    assert run.steps == [1, 3]
+    assert run.notes == ["1 line of made.events.jsonl cannot be read; what stood there is missing here."]
+
+
 def test_a_resumed_run_is_one_run_that_goes_on(tmp_path: Path) -> None:
     first = start_event(4)
     rows = [first, *steps(1, 2), {"event": "interrupted", "step": 2, "stopped_by": "Ctrl-C"}]
@@ -142,6 +152,23 @@ def test_what_is_no_run_is_refused(tmp_path: Path, files: list[str], asked: str,
         (tmp_path / name).write_bytes(b"\xff\xfe not a log")
     with pytest.raises(DataError, match=message):
         read_run(tmp_path / asked)
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("made.events.jsonl", "", "is empty: nothing was logged. Expected the output_dir"),
+        ("gradient_logs+made.txt", "\n", "is empty: nothing was logged. Expected the output_dir"),
+        ("made.events.jsonl", "[1, 2]\n", "neither an event log nor a gradient log. Expected the output_dir"),
+        ("made.report.html", "<!doctype html>", "neither an event log nor a gradient log. Expected the output_dir"),
+    ],
+)
+def test_a_file_that_is_no_log_is_not_taken_for_a_gradient_log(
+    tmp_path: Path, name: str, content: str, message: str
+) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_run(tmp_path / name)
 
 
 def test_a_log_that_was_set_aside_is_not_meant(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ function format(v) {
   if (Number.isNaN(v)) return "NaN";
   if (!Number.isFinite(v)) return v > 0 ? "∞" : "−∞";
   const size = Math.abs(v);
-  if (v === 0 || (size >= 0.001 && size < 100000)) return String(Number(v.toPrecision(4)));
+  if (Number.isInteger(v) && size < 10000000) return String(v);
+  if (size >= 0.001 && size < 100000) return String(Number(v.toPrecision(4)));
   return v.toExponential(2).replace("e+", "e");
 }
 

@@ -65,11 +65,17 @@ def _extremes(column: Column, start: int, stop: int) -> set[int]:
     return {place for place in (low, high, odd) if place >= 0}
 
 
+_EXACT_BELOW = 1e7
+"""Whole numbers below are written as they are: a loss scale of 131,072 is not 131,070."""
+
+
 def short(value: float | None, digits: int = 5) -> float | str | None:
     """Return a value with few digits, as JSON has it: NaN and infinity are the strings of the event log."""
     if value is None:
         return None
     if not math.isfinite(value):
         return "nan" if math.isnan(value) else ("inf" if value > 0 else "-inf")
+    if value.is_integer() and abs(value) < _EXACT_BELOW:
+        return int(value)
     rounded = float(f"{value:.{digits}g}")
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

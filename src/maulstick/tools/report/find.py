@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def gradient_log_of(events: Path) -> Path:
     return events.with_name(f"{GRADIENT_LOG_START}{name}.txt")
 
 
-def is_event_log(path: Path) -> bool:
-    """Tell by the first character, so that a renamed log is read as well."""
+def beginning(path: Path) -> bytes:
+    """Return the first characters of a file, by which logs are told apart, so that a renamed one is read as well."""
     with path.open("rb") as file:
-        return file.read(64).lstrip()[:1] == b"{"
+        return file.read(64).removeprefix(codecs.BOM_UTF8).lstrip()

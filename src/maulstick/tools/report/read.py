@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from maulstick.data.findings import counted
 from maulstick.errors import DataError
-from maulstick.tools.report.find import EXPECTED, find_log, gradient_log_of, is_event_log, run_name
+from maulstick.tools.report.find import EVENTS_END, EXPECTED, beginning, find_log, gradient_log_of, run_name
 from maulstick.tools.report.gradient_rows import add_gradient_rows, read_gradient_run
 from maulstick.tools.report.run_data import (
     NORM,
@@ -44,6 +46,8 @@ _MARK_EVENTS = {
     "upload_failed": "trouble",
     "resume": "resume",
 }
+# The largest whole number that a float, and a browser, tells from its neighbours; a time in the year 5138.
+_NO_COUNT, _NO_TIME = 2**53, 1e11
 _NOT_SERIES = frozenset({"event", "time", "train/steps", "epoch", "train/skipped_steps"})
 
 
@@ -54,7 +58,12 @@ def read_run(run: Path) -> RunData:
         DataError: there is no log, or the file is none.
     """
     log = find_log(run.expanduser())
-    if not is_event_log(log):
+    start = beginning(log)
+    if not start:
+        raise DataError(f"{log} is empty: nothing was logged. {EXPECTED}")
+    if start[:1] != b"{":
+        if b"," not in start or log.name.endswith(EVENTS_END):
+            raise DataError(f"{log} is neither an event log nor a gradient log. {EXPECTED}")
         return read_gradient_run(log)
     data = _EventReader(log).read()
     add_gradient_rows(data, gradient_log_of(log))
@@ -66,8 +75,21 @@ def number(value: Any) -> float | None:
     if isinstance(value, bool):
         return None
     if isinstance(value, int | float):
-        return float(value)
+        # JSON's whole numbers have no end; a float's have.
+        return float(value) if isinstance(value, float) or abs(value) < sys.float_info.max else None
     return float(value) if value in ("nan", "inf", "-inf") else None
+
+
+def whole(value: Any) -> int:
+    """Return a count or a step; 0 for what can be neither."""
+    found = number(value)
+    return int(found) if found is not None and 0 <= found < _NO_COUNT else 0
+
+
+def moment(value: Any) -> float | None:
+    """Return a time in seconds since 1970; None for what no calendar has."""
+    found = number(value)
+    return found if found is not None and 0 <= found < _NO_TIME else None
 
 
 class _EventReader:
@@ -97,7 +119,7 @@ class _EventReader:
             handle = self._events.get(str(row.get("event")))
             if handle is not None:
                 known += 1
-                handle(row, int(number(row.get("step", row.get("train/steps"))) or 0))
+                handle(row, whole(row.get("step", row.get("train/steps"))))
         data = self.data
         if not known:
             raise DataError(f"{self.log} is not the event log of a run: no line of it is a known event. {EXPECTED}")
@@ -108,39 +130,44 @@ class _EventReader:
         return data
 
     def _rows(self) -> Iterator[dict[str, Any]]:
-        with self.log.open(encoding="utf-8", errors="replace") as file:
+        broken = lost = 0
+        with self.log.open(encoding="utf-8-sig", errors="replace") as file:
             for line in file:
                 try:
-                    row = json.loads(line)
-                except json.JSONDecodeError:
-                    # The last line of a run that was killed may be cut off; nothing after it can be trusted.
-                    break
+                    row = _plain(json.loads(line), line)
+                except (ValueError, RecursionError):
+                    broken += bool(line.strip())
+                    continue
+                # The last line of a run that was killed is cut off, which says nothing; one with others behind it does.
+                lost = broken
                 if isinstance(row, dict):
                     yield row
+        if lost:
+            lines = counted(lost, "line")
+            self.data.notes.append(f"{lines} of {self.log.name} cannot be read; what stood there is missing here.")
 
     # --- events ------------------------------------------------------------------------------------------------------
 
     def _start(self, row: Mapping[str, Any], step: int) -> None:
         data = self.data
         if data.started_at is None:
-            data.started_at = number(row.get("time"))
+            data.started_at = moment(row.get("time"))
             data.identity = f"{data.name} {row.get('time')}"
         data.ending, data.reason = "open", ""
         data.options = _mapping(row.get("options"))
         data.plan = _mapping(row.get("plan"))
         versions = {name: row[name] for name in ("maulstick", "torch") if name in row}
         data.environment = {**versions, **_mapping(row.get("environment"))}
-        total = number(data.plan.get("total_steps"))
-        data.total_steps = None if total is None else int(total)
+        data.total_steps = whole(data.plan.get("total_steps")) or None
         planned = data.plan.get("findings")
         # A resumed run finds the same again.
         data.findings = [each for each in planned if isinstance(each, dict)] if isinstance(planned, list) else []
 
     def _step(self, row: Mapping[str, Any], step: int) -> None:
-        if self.data.steps and step <= self.data.steps[-1]:
+        if step <= self.data.last_step:
             return
         self.data.steps.append(step)
-        self.data.ended_at = number(row.get("time"))
+        self.data.ended_at = moment(row.get("time"))
         for name, value in row.items():
             if name not in _NOT_SERIES and (found := number(value)) is not None:
                 self._columns.setdefault(name, {})[step] = found
@@ -163,10 +190,10 @@ class _EventReader:
 
     def _timesteps(self, row: Mapping[str, Any], step: int) -> None:
         counts, losses = row.get("count"), row.get("loss")
-        width = number(row.get("width"))
+        width = whole(row.get("width"))
         if isinstance(counts, list) and isinstance(losses, list) and len(counts) == len(losses) and width:
-            counted = [int(number(count) or 0) for count in counts]
-            self.data.timesteps.append(TimestepLosses(step, int(width), counted, [number(loss) for loss in losses]))
+            images, means = [whole(count) for count in counts], [number(loss) for loss in losses]
+            self.data.timesteps.append(TimestepLosses(step, width, images, means))
 
     def _sample(self, row: Mapping[str, Any], step: int) -> None:
         files = row.get("files")
@@ -206,7 +233,7 @@ class _EventReader:
     def _end(self, row: Mapping[str, Any], step: int) -> None:
         data = self.data
         data.ending = row["event"]
-        data.ended_at = number(row.get("time"))
+        data.ended_at = moment(row.get("time"))
         data.summary = str(row.get("summary", ""))
         data.reason = str(row.get("stopped_by") or row.get("error") or "")
         data.final_file = _last_part(str(row.get("file") or ""))
@@ -216,6 +243,13 @@ class _EventReader:
             return mark
         norm, threshold = (self.data.series.get(name, [None] * (place + 1))[place] for name in (NORM, THRESHOLD))
         return replace(mark, norm=norm, threshold=threshold)
+
+
+def _plain(row: Any, line: str) -> Any:
+    """Return the row without halves of characters: JSON has them for names of files that are no text; a page cannot."""
+    if r"\ud" not in line.lower():
+        return row
+    return json.loads(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -78,7 +78,9 @@ def _facts(run: RunData) -> Iterator[tuple[str, str]]:
     if components := plan.get("components"):
         networks = [f"{each.get('log_name')} {each.get('modules')} modules" for each in components]
         kind = components[0].get("network_type", "LoRA")
-        yield "trained", f"{kind}, rank {options.get('network_dim')}: {', '.join(networks)}"
+        has_rank = options.get("network_type") != "ip_adapter"
+        rank = f", rank {options.get('network_dim')}" if has_rank else ""
+        yield "trained", f"{kind}{rank}: {', '.join(networks)}"
     if "train_images" in plan:
         yield "images", f"{plan.get('images')}, {plan['train_images']} an epoch, {plan.get('images_per_step')} a step"
     if "lr_scheduler" in plan:
