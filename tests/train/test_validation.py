@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -90,6 +91,27 @@ def test_the_loss_is_what_the_formula_says(make_run: MakeRun) -> None:
         with torch.no_grad():
             prediction = family.predict(family.add_noise(latent, noise, times), times, states)
         assert found[place] == pytest.approx(float(((prediction - noise) ** 2).mean()), rel=1e-4)
+
+
+@pytest.mark.parametrize("cached", [UNET[:1], UNET])
+def test_masks_count_in_the_measure_too(
+    make_run: MakeRun, images: Path, tmp_path: Path, cached: tuple[str, ...]
+) -> None:
+    masks = tmp_path / "masks"
+    masks.mkdir()
+    for picture in (images / "2_shape").glob("*.png"):
+        mask = Image.new("L", (64, 64), 0)
+        mask.paste(255, (0, 0, 64, 16))
+        mask.save(masks / picture.name)
+    whole = make_run(*SPLIT, *cached, output="whole")
+    masked = make_run(*SPLIT, *cached, "--masked_loss", "--conditioning_data_dir", str(masks), output="masked")
+    found = []
+    for run in (whole, masked):
+        run.prepare()
+        found.append(measured_now(run))
+    assert found[0].keys() == found[1].keys()
+    for losses, quarters in zip(found[0].values(), found[1].values(), strict=True):
+        assert all(0.05 < quarter / loss < 0.6 for loss, quarter in zip(losses, quarters, strict=True))
 
 
 def test_the_measure_does_not_depend_on_batches_or_on_the_images_beside(make_run: MakeRun) -> None:
