@@ -123,6 +123,18 @@ def test_the_plain_console_shows_the_same_values_once_an_interval(
     assert lines[-1].startswith("training 100/100")
 
 
+def test_a_quiet_console_shows_results_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for console in (QuietConsole(), PlainConsole()):
+        console.say("a note")
+        console.begin("training", 1)
+        console.advance(line=LINE)
+        console.end()
+        console.result("saved last.safetensors")
+    quiet, *plain = capsys.readouterr().out.splitlines()
+    assert quiet == "saved last.safetensors"
+    assert plain == ["a note", f"training 1/1  {LINE.text()}  took 0:00", "saved last.safetensors"]
+
+
 def test_lengths_of_time_are_read_like_a_clock() -> None:
     assert [duration(seconds) for seconds in (0.4, 59.6, 61, 3599.6, 36_000)] == [
         "0:00",

@@ -313,7 +313,7 @@ class TrainingRun:
         self._saver().finish_upload()
         self.console.say(summary)
         if state.stopped_by:
-            self.console.say(f"stopped after {state.step} steps: {state.stopped_by}")
+            self.console.result(f"stopped after {state.step} steps: {state.stopped_by}")
         elif state.skips_in_a_row >= MANY_SKIPS:
             self.console.say(
                 f"warning: the last {state.skips_in_a_row} steps were all skipped, so nothing was learned since step "
