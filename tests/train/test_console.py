@@ -18,6 +18,7 @@ from maulstick.train.console import (
     PlainConsole,
     QuietConsole,
     RichConsole,
+    SilentConsole,
     StepLine,
     duration,
     hanging,
@@ -124,7 +125,7 @@ def test_the_plain_console_shows_the_same_values_once_an_interval(
 
 
 def test_a_quiet_console_shows_results_only(capsys: pytest.CaptureFixture[str]) -> None:
-    for console in (QuietConsole(), PlainConsole()):
+    for console in (SilentConsole(), QuietConsole(), PlainConsole()):
         console.say("a note")
         console.begin("training", 1)
         console.advance(line=LINE)

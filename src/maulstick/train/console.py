@@ -240,6 +240,13 @@ class QuietConsole:
         pass
 
 
+class SilentConsole(QuietConsole):
+    """Nothing at all: for the processes that another one speaks for."""
+
+    def result(self, text: str) -> None:
+        pass
+
+
 def make_console(mode: Mode) -> RunConsole:
     """Return the console for a mode.
 

@@ -26,7 +26,7 @@ from maulstick.pictures.picture_files import PictureFacts
 from maulstick.pictures.prompts import Prompt, check_prompts, read_prompts
 from maulstick.train.average import weight_average
 from maulstick.train.conditioner import Conditioner
-from maulstick.train.console import RunConsole, make_console
+from maulstick.train.console import RunConsole, SilentConsole, make_console
 from maulstick.train.environment import environment
 from maulstick.train.interrupt import StopSignals
 from maulstick.train.loop import TrainingLoop
@@ -102,7 +102,7 @@ class TrainingRun:
                 "--standalone --nproc_per_node 2 -m maulstick train …"
             )
         writes = self.accelerator.is_main_process
-        self.console = console or make_console(self.options.log.console if writes else "quiet")
+        self.console = console or (make_console(self.options.log.console) if writes else SilentConsole())
         self.records = RunRecords(self.options, self._output_dir(), self.console, writes=writes)
         self._sources = Sources(self.options, self.accelerator, self.console, self._report)
         self.prepared: Prepared | None = None
