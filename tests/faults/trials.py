@@ -40,6 +40,8 @@ class ListeningConsole(QuietConsole):
     def say(self, text: str) -> None:
         self.lines.append(text)
 
+    result = say
+
 
 @dataclass(frozen=True)
 class Outcome:

@@ -18,6 +18,7 @@ from maulstick.train.console import (
     PlainConsole,
     QuietConsole,
     RichConsole,
+    SilentConsole,
     StepLine,
     duration,
     hanging,
@@ -121,6 +122,18 @@ def test_the_plain_console_shows_the_same_values_once_an_interval(
     assert lines[0] == f"training 10/100  {LINE.text()}  1:30 left"
     assert len(lines) == 10
     assert lines[-1].startswith("training 100/100")
+
+
+def test_a_quiet_console_shows_results_only(capsys: pytest.CaptureFixture[str]) -> None:
+    for console in (SilentConsole(), QuietConsole(), PlainConsole()):
+        console.say("a note")
+        console.begin("training", 1)
+        console.advance(line=LINE)
+        console.end()
+        console.result("saved last.safetensors")
+    quiet, *plain = capsys.readouterr().out.splitlines()
+    assert quiet == "saved last.safetensors"
+    assert plain == ["a note", f"training 1/1  {LINE.text()}  took 0:00", "saved last.safetensors"]
 
 
 def test_lengths_of_time_are_read_like_a_clock() -> None:

@@ -11,6 +11,7 @@ import torch
 from maulstick.adapters.files import file_hash, read_lora_file
 from maulstick.data.batches import MicroBatch
 from maulstick.tools.report.command import report_of_finished_run
+from maulstick.train.console import QuietConsole
 from maulstick.train.details import blocks_as_groups, by_timestep
 from maulstick.train.events import read_events
 
@@ -139,18 +140,12 @@ def test_a_failed_run_has_a_report_too(make_run, tmp_path, monkeypatch):
 
 
 def test_a_report_that_fails_does_not_fail_the_run(make_run, tmp_path):
-    class Console:
+    class Console(QuietConsole):
         def __init__(self):
             self.lines = []
 
         def say(self, text):
             self.lines.append(text)
-
-        def begin(self, title, total): ...
-
-        def advance(self, count=1, line=None): ...
-
-        def end(self): ...
 
     def fails(log):
         raise OSError("disk full")

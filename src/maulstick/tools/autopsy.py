@@ -67,7 +67,7 @@ def read_report(file: Path) -> Report:
 def _run_again(loaded: LoadedOptions, step: int, *, quiet: bool) -> tuple[Report, Path]:
     """Prepare the run without writing into its folder, run one step with probes, and store the report."""
     from maulstick.train.autopsy import examine_window, report_name, write_report
-    from maulstick.train.console import make_console
+    from maulstick.train.console import SilentConsole, make_console
     from maulstick.train.run import TrainingRun
 
     options = loaded.options
@@ -75,8 +75,12 @@ def _run_again(loaded: LoadedOptions, step: int, *, quiet: bool) -> tuple[Report
     if output_dir is None:
         raise OptionError("No folder for the report was named. Give output_dir.")
     with tempfile.TemporaryDirectory(prefix="maulstick-autopsy-") as scratch:
-        elsewhere = replace(options, run=replace(options.run, output_dir=Path(scratch)))
-        run = TrainingRun(replace(loaded, options=elsewhere), make_console("quiet" if quiet else options.log.console))
+        # One step again is no run that a tracker should show.
+        unlogged = replace(options.log, log_with=None)
+        elsewhere = replace(options, run=replace(options.run, output_dir=Path(scratch)), log=unlogged)
+        run = TrainingRun(
+            replace(loaded, options=elsewhere), SilentConsole() if quiet else make_console(options.log.console)
+        )
         run.prepare()
         loop = run.loop
         if loop is None:

@@ -74,6 +74,9 @@ class RunConsole(Protocol):
     def say(self, text: str) -> None:
         """Show a line that stays."""
 
+    def result(self, text: str) -> None:
+        """Show a line that a quiet run shows too."""
+
     def begin(self, title: str, total: int, done: int = 0) -> None:
         """Start a counted phase, such as caching or training, of which ``done`` was done before."""
 
@@ -95,6 +98,9 @@ class RichConsole:
         for line in text.split("\n"):
             shown = hanging(line, self._console.width) if self._console.is_terminal else line
             self._console.print(shown, markup=False, emoji=False, soft_wrap=True)
+
+    def result(self, text: str) -> None:
+        self.say(text)
 
     def begin(self, title: str, total: int, done: int = 0) -> None:
         self.end()
@@ -188,6 +194,9 @@ class PlainConsole:
     def say(self, text: str) -> None:
         print(text, flush=True)
 
+    def result(self, text: str) -> None:
+        self.say(text)
+
     def begin(self, title: str, total: int, done: int = 0) -> None:
         self._title, self._total, self._done, self._done_before = title, total, done, done
         self._started = self._last = time.monotonic()
@@ -218,6 +227,9 @@ class QuietConsole:
     def say(self, text: str) -> None:
         pass
 
+    def result(self, text: str) -> None:
+        print(text, flush=True)
+
     def begin(self, title: str, total: int, done: int = 0) -> None:
         pass
 
@@ -225,6 +237,13 @@ class QuietConsole:
         pass
 
     def end(self) -> None:
+        pass
+
+
+class SilentConsole(QuietConsole):
+    """Nothing at all: for the processes that another one speaks for."""
+
+    def result(self, text: str) -> None:
         pass
 
 

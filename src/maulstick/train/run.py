@@ -26,7 +26,7 @@ from maulstick.pictures.picture_files import PictureFacts
 from maulstick.pictures.prompts import Prompt, check_prompts, read_prompts
 from maulstick.train.average import weight_average
 from maulstick.train.conditioner import Conditioner
-from maulstick.train.console import RunConsole, make_console
+from maulstick.train.console import RunConsole, SilentConsole, make_console
 from maulstick.train.environment import environment
 from maulstick.train.interrupt import StopSignals
 from maulstick.train.loop import TrainingLoop
@@ -102,7 +102,7 @@ class TrainingRun:
                 "--standalone --nproc_per_node 2 -m maulstick train …"
             )
         writes = self.accelerator.is_main_process
-        self.console = console or make_console(self.options.log.console if writes else "quiet")
+        self.console = console or (make_console(self.options.log.console) if writes else SilentConsole())
         self.records = RunRecords(self.options, self._output_dir(), self.console, writes=writes)
         self._sources = Sources(self.options, self.accelerator, self.console, self._report)
         self.prepared: Prepared | None = None
@@ -313,7 +313,7 @@ class TrainingRun:
         self._saver().finish_upload()
         self.console.say(summary)
         if state.stopped_by:
-            self.console.say(f"stopped after {state.step} steps: {state.stopped_by}")
+            self.console.result(f"stopped after {state.step} steps: {state.stopped_by}")
         elif state.skips_in_a_row >= MANY_SKIPS:
             self.console.say(
                 f"warning: the last {state.skips_in_a_row} steps were all skipped, so nothing was learned since step "

@@ -65,7 +65,9 @@ class RunSaver:
         path = self.output.save(label, step=step, epoch=epoch, dtype=dtype)
         earlier = self.output.written[path]
         aside = f" (the earlier file is now {earlier.name})" if earlier else ""
-        self.console.say(f"saved {path}{aside}")
+        # A quiet run names the file that it was for, and why it is not the whole.
+        is_last = label is None or label.startswith("interrupted")
+        (self.console.result if is_last else self.console.say)(f"saved {path}{aside}")
         self.records.events.write("save", file=path, step=step, earlier_file=earlier, sha256=file_hash(path))
         if self.upload is not None:
             self.upload.add(path)
