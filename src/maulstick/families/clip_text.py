@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from maulstick.errors import ModelError
+from maulstick.families.prompt_weights import weighted_parts
 
 if TYPE_CHECKING:
     from transformers import CLIPTokenizer
 
 CHUNK = 77
+WEIGHTS = ".weights"
+"""What the name of a text encoder's tokens ends in where it is the weights of their states."""
 _BODY = CHUNK - 2
 
 
@@ -36,7 +39,48 @@ def caption_ids(tokenizer: CLIPTokenizer, captions: Sequence[str]) -> list[list[
     return tokenizer(list(captions), add_special_tokens=False, verbose=False).input_ids
 
 
+def weighted_ids(tokenizer: CLIPTokenizer, caption: str) -> tuple[list[int], list[float]]:
+    """Return the token ids of a caption with weights in brackets, uncut, without marks, and the weight of each."""
+    ids: list[int] = []
+    weights: list[float] = []
+    for text, weight in weighted_parts(caption):
+        (own,) = caption_ids(tokenizer, [text])
+        ids += own
+        weights += [weight] * len(own)
+    return ids, weights
+
+
 def chunked_tokens(tokenizer: CLIPTokenizer, captions: Sequence[str], body: int) -> Tensor:
+    """Return the tokens of captions in which brackets are letters, as ``chunked_ids`` makes them."""
+    return chunked_ids(tokenizer, caption_ids(tokenizer, captions), body)
+
+
+def weighted_tokens(tokenizer: CLIPTokenizer, captions: Sequence[str], body: int) -> tuple[Tensor, Tensor]:
+    """Return tokens as ``chunked_ids`` makes them, and the weights of their states, fp32 (B, body + 2)."""
+    read = [weighted_ids(tokenizer, caption) for caption in captions]
+    weights = torch.ones(len(read), body + 2)
+    for row, (_, own) in zip(weights, read, strict=True):
+        kept = torch.tensor(own[:body])
+        row[1 : 1 + len(kept)] = kept
+    return chunked_ids(tokenizer, [ids for ids, _ in read], body), weights
+
+
+def weighted_states(states: Tensor, weights: Tensor | None) -> Tensor:
+    """Return states (B, L, D) multiplied by weights (B, L), and scaled so that each caption's mean is what it was.
+
+    The formula is that of the web UI and of sd-scripts' first implementation. Where the weights turn the sign of the
+    mean, no scale can restore it, and none is applied. Weights of 1 change nothing, not even a digit.
+    """
+    if weights is None:
+        return states
+    exact = states.float()
+    weighted = exact * weights.to(states.device)[..., None]
+    scale = exact.mean((1, 2), keepdim=True) / weighted.mean((1, 2), keepdim=True)
+    scale = torch.where(torch.isfinite(scale) & (scale > 0), scale, torch.ones_like(scale))
+    return (weighted * scale).to(states.dtype)
+
+
+def chunked_ids(tokenizer: CLIPTokenizer, captions: Sequence[list[int]], body: int) -> Tensor:
     """Return long tokens (B, body / 75 * 77): windows of 75 tokens, each with its own start and end mark.
 
     ``body`` is 75, 150 or 225; longer captions are cut. Every window ends in the end mark or in padding, and an empty
@@ -44,7 +88,7 @@ def chunked_tokens(tokenizer: CLIPTokenizer, captions: Sequence[str], body: int)
     """
     start, end, pad = tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id
     rows = []
-    for ids in caption_ids(tokenizer, captions):
+    for ids in captions:
         kept = [start, *ids[:body], end]
         whole = kept + [pad] * (body + 2 - len(kept))
         row: list[int] = []

@@ -93,6 +93,7 @@ def load_family(
                 prediction_type="v_prediction" if predicts_v else "epsilon",
                 clip_skip=options.clip_skip,
                 max_token_length=options.max_token_length,
+                weighted_captions=options.weighted_captions,
                 device=device,
                 dtype=dtype,
                 vae_dtype=vae_dtype or of_unet.usual_vae_dtype(dtype),
@@ -122,6 +123,11 @@ def _open_sd3(found: Path | WeightFile, options: ModelOptions) -> ModelSource:
         raise OptionError(
             f"max_token_length = {options.max_token_length}: CLIP always reads 75 tokens of a caption in SD3. Leave it "
             "out; t5xxl_max_token_length says how many T5 reads."
+        )
+    if options.weighted_captions:
+        raise OptionError(
+            f"weighted_captions: SD3 ({path}) reads captions with T5 too, whose states know no weights; sd-scripts has "
+            "none for it either. Leave it out."
         )
     return open_sd3(found, options)
 

@@ -13,7 +13,7 @@ from maulstick.adapters.key_names import SD_KEY_NAMES
 from maulstick.adapters.metadata import base_model_version, sd_architecture
 from maulstick.errors import OptionError
 from maulstick.families.base import AdapterNaming, Conditioning
-from maulstick.families.clip_text import text_states
+from maulstick.families.clip_text import WEIGHTS, text_states, weighted_states
 from maulstick.families.latent_family import short_name
 from maulstick.families.libraries import quiet_libraries
 from maulstick.families.source import Component, ModelSource
@@ -54,12 +54,13 @@ class StableDiffusion(UnetFamily):
         layer, length = self._setup.clip_skip or 1, self._setup.max_token_length
         return (
             f"sd-clip:{weights}:{short_name(self.dtype)}:layer-{layer}:tokens-{length}"
-            f":pad-{self.tokenizer.pad_token_id}{self._merged_text}"
+            f":pad-{self.tokenizer.pad_token_id}{self._weights_identity}{self._merged_text}"
         )
 
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         text_encoder = self._text_encoder_on_device(_TEXT_ENCODER)
-        return {_TEXT_STATES: text_states(text_encoder, tokens[_TEXT_ENCODER].to(self.device), self._setup.clip_skip)}
+        states = text_states(text_encoder, tokens[_TEXT_ENCODER].to(self.device), self._setup.clip_skip)
+        return {_TEXT_STATES: weighted_states(states, tokens.get(_TEXT_ENCODER + WEIGHTS))}
 
     def predict(self, noisy: Tensor, timesteps: Tensor, conditioning: Conditioning) -> Tensor:
         """As in ``Family``; input and text states are brought to the UNet's number format, as outside of autocast."""

@@ -12,7 +12,7 @@ from maulstick.adapters.blocks import SDXL_BLOCKS
 from maulstick.adapters.key_names import SDXL_KEY_NAMES
 from maulstick.errors import OptionError
 from maulstick.families.base import AdapterNaming, Conditioning, Framing
-from maulstick.families.clip_text import layer_states, pooled_states
+from maulstick.families.clip_text import WEIGHTS, layer_states, pooled_states, weighted_states
 from maulstick.families.latent_family import short_name
 from maulstick.families.libraries import quiet_libraries
 from maulstick.families.source import ModelSource
@@ -75,14 +75,16 @@ class StableDiffusionXL(UnetFamily):
     def text_identity(self) -> str:
         weights = "+".join(part.weights.content_hash() for part in self._source.text_encoders.values())
         padding = "+".join(str(tokenizer.pad_token_id) for tokenizer in self.tokenizers.values())
-        length = self._setup.max_token_length
-        return f"sdxl-clip:{weights}:{short_name(self.dtype)}:tokens-{length}:pad-{padding}{self._merged_text}"
+        setup = f"tokens-{self._setup.max_token_length}:pad-{padding}{self._weights_identity}{self._merged_text}"
+        return f"sdxl-clip:{weights}:{short_name(self.dtype)}:{setup}"
 
     def encode_text(self, tokens: Mapping[str, Tensor]) -> Conditioning:
         """Return ``encoder_hidden_states`` (B, T, D1 + D2) and ``text_embeds`` (B, P), the pooled text."""
         tokens = {name: ids.to(self.device) for name, ids in tokens.items()}
         first, _ = layer_states(self._text_encoder_on_device(_CLIP_L), tokens[_CLIP_L], _LAYER)
         second, output = layer_states(self._text_encoder_on_device(_OPEN_CLIP), tokens[_OPEN_CLIP], _LAYER)
+        first = weighted_states(first, tokens.get(_CLIP_L + WEIGHTS))
+        second = weighted_states(second, tokens.get(_OPEN_CLIP + WEIGHTS))
         return {_TEXT_STATES: torch.cat([first, second], dim=-1), _POOLED: pooled_states(output, len(second))}
 
     def image_conditioning(self, framings: Sequence[Framing]) -> Conditioning:

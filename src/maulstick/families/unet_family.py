@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from maulstick.adapters.blocks import BlockMap
 from maulstick.adapters.ip_adapter_files import IpAdapterSpec
 from maulstick.families.base import AdapterNaming, Conditioning
-from maulstick.families.clip_text import chunked_tokens
+from maulstick.families.clip_text import WEIGHTS, chunked_tokens, weighted_ids, weighted_tokens
 from maulstick.families.ip_adapter import IpAdapter, Layers
 from maulstick.families.ip_adapter_unet import UnetIpAdapter, make_unet_layers, unet_spec
 from maulstick.families.latent_family import LatentFamily, ModelSetup
@@ -37,12 +37,14 @@ class UnetSetup(ModelSetup):
         prediction_type: what the UNet predicts.
         clip_skip: layer that text states are taken from, counted from the end; None for the family's usual one.
         max_token_length: 75, 150 or 225.
+        weighted_captions: brackets in captions are weights.
         objective: which timesteps are drawn.
     """
 
     prediction_type: PredictionType
     clip_skip: int | None
     max_token_length: int
+    weighted_captions: bool = False
     objective: ObjectiveOptions | None = None
 
 
@@ -73,10 +75,23 @@ class UnetFamily(LatentFamily):
         return unet
 
     def tokenize(self, captions: Sequence[str]) -> dict[str, Tensor]:
-        return {
-            name: chunked_tokens(tokenizer, captions, self._setup.max_token_length)
-            for name, tokenizer in self.tokenizers.items()
-        }
+        """As in ``Family``; weighted captions have the weights of their states too, under the name with ``WEIGHTS``."""
+        length, tokens = self._setup.max_token_length, {}
+        for name, tokenizer in self.tokenizers.items():
+            if self._setup.weighted_captions:
+                tokens[name], tokens[name + WEIGHTS] = weighted_tokens(tokenizer, captions, length)
+            else:
+                tokens[name] = chunked_tokens(tokenizer, captions, length)
+        return tokens
+
+    def count_tokens(self, caption: str) -> int:
+        if not self._setup.weighted_captions:
+            return super().count_tokens(caption)
+        return len(weighted_ids(next(iter(self.tokenizers.values())), caption)[0])
+
+    @property
+    def _weights_identity(self) -> str:
+        return ":weighted" if self._setup.weighted_captions else ""
 
     # --- noise -------------------------------------------------------------------------------------------------------
 

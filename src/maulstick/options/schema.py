@@ -40,6 +40,8 @@ class ModelOptions:
     """Take the text states from this layer, counted from the end (1 = last, 2 = one before it)."""
     max_token_length: Literal[75, 150, 225] = 75
     """Longest caption, in tokens; longer ones are cut and reported."""
+    weighted_captions: bool = False
+    """Read (word), (word:1.3) and [word] in captions and prompts as weights, as the web UI does; not for SD3."""
     clip_l: str | None = None
     """SD3: file of the first text encoder (CLIP-L), for a model file without one or instead of its own."""
     clip_g: str | None = None

@@ -98,7 +98,6 @@ _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
 
 _DATA: dict[str, NoEffect | Refused | Renamed] = {
     "caption_extention": Renamed("caption_extension"),
-    "weighted_captions": _later("weighting words of a caption", default=False),
     "face_crop_aug_range": Refused(
         "crops around faces, whose places are read from file names, are not supported; cut the faces out into images "
         "of their own beside the whole ones, or use random_crop"
@@ -288,6 +287,7 @@ DIFFERENCES: Mapping[str, str] = {
     "conditioning_data_dir": "masks with masked_loss, also for plain folders; else an IP-Adapter's reference images",
     "random_crop": "after resizing to the bucket (sd-scripts without buckets: from the image in its own size)",
     "color_aug": "also saturation, brightness and contrast, chance 1/2 (sd-scripts: hue or gamma, 1/3)",
+    "weighted_captions": "states keep their mean, as in the web UI; also with cache_text_encoder_outputs; not for SD3",
     "ema_decay": "saving a running average of the weights",
     "console": "terminal output",
     "log_details_every_n_steps": "norms by block and losses by timestep in the event log",

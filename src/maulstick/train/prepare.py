@@ -19,7 +19,8 @@ from maulstick.data.records import DatasetIndex
 from maulstick.data.summary import DatasetSummary, summarize
 from maulstick.families.base import Family
 from maulstick.families.load import load_family
-from maulstick.options.dataset_config import dataset_specs
+from maulstick.families.prompt_weights import has_loose_brackets, weighted_parts
+from maulstick.options.dataset_config import SubsetSpec, dataset_specs
 from maulstick.options.load import LoadedOptions
 from maulstick.options.schedules import schedule_name
 from maulstick.options.schema import TrainOptions
@@ -81,6 +82,8 @@ def prepare(
         refuse_samplers(family, [options.sample.sample_sampler])
     index = hold_back(_read_images(specs, family, console), validation_seed(options, seed))
     index = replace(index, findings=(*index.findings, *long_captions(index, family, options.model.max_token_length)))
+    if options.model.weighted_captions:
+        index = replace(index, findings=(*index.findings, *weight_findings(index)))
     trains = choose_what_trains(family, options)
     trains.check_data(index)
     accumulation = options.run.gradient_accumulation_steps
@@ -135,6 +138,36 @@ def long_captions(index: DatasetIndex, family: Family, limit: int) -> list[Findi
     longer = [str(length) for length in family.token_limits if length > limit]
     advice = f"Shorten them, or set max_token_length to {' or '.join(longer)}." if longer else "Shorten them."
     return [Finding(Severity.WARNING, "caption_too_long", paths, message, why, advice)]
+
+
+def weight_findings(index: DatasetIndex) -> list[Finding]:
+    """Say how many captions have weights, and name those whose brackets do not mean what they seem to."""
+    captions = {record.path: (whole_caption(record), record.subset) for record in index.records}
+    weighted = [path for path, (text, _) in captions.items() if any(weight != 1 for _, weight in weighted_parts(text))]
+    if not weighted:
+        message = "weighted_captions has no effect: no caption has a weight such as (word:1.3), (word) or [word]."
+        return [Finding(Severity.WARNING, "option_without_effect", (), message)]
+    message = f"{len(weighted)} of {len(captions)} images have captions with weights ({names(weighted)})."
+    findings = [Finding(Severity.INFO, "captions_weighted", tuple(weighted), message)]
+    loose = tuple(path for path, (text, _) in captions.items() if has_loose_brackets(text))
+    if loose:
+        message = f"{names(loose)}: brackets without a partner. Open ones reach to the end, closing ones are letters."
+        advice = r"Close them, or write \( or \) where a letter is meant."
+        findings.append(Finding(Severity.WARNING, "brackets_unbalanced", loose, message, advice=advice))
+    apart = tuple(path for path, (text, subset) in captions.items() if path not in loose and _taken_apart(text, subset))
+    if apart:
+        message = f"{names(apart)}: brackets around several tags, which are shuffled or dropped one by one."
+        why = "A tag that comes away from its bracket has another weight, and so have those behind it."
+        advice = "Put every tag into brackets of its own."
+        findings.append(Finding(Severity.WARNING, "brackets_around_tags", apart, message, why, advice))
+    return findings
+
+
+def _taken_apart(caption: str, subset: SubsetSpec) -> bool:
+    """Whether tags of a caption that are moved or dropped have only one end of a bracket."""
+    if not (subset.shuffle_caption or subset.caption_tag_dropout_rate or subset.token_warmup_step):
+        return False
+    return any(has_loose_brackets(tag) for tag in caption.split(subset.caption_separator))
 
 
 def make_plan(
