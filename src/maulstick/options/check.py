@@ -17,7 +17,7 @@ from maulstick.options.network_types import check_network_type
 from maulstick.options.objective import check_objective, objective_leftovers
 from maulstick.options.ranges import check_ranges
 from maulstick.options.schedules import check_schedule, schedule_leftovers
-from maulstick.options.schema import DatasetOptions, TrainOptions, flat_values
+from maulstick.options.schema import DatasetOptions, RunOptions, TrainOptions, flat_values
 from maulstick.options.sd_scripts_table import NETWORK_MODULES
 from maulstick.options.text_rates import (
     check_text_encoder_rates,
@@ -56,6 +56,7 @@ def check_train_options(
     check_schedule(options.schedule)
     check_objective(options.objective)
     _check_samples(options)
+    _check_fp8(options.run)
     return [*guard_config(options)[1], *_leftovers(options, given)]
 
 
@@ -218,6 +219,19 @@ def _check_samples(options: TrainOptions) -> None:
                 raise OptionError(f"{name} is given without sample_prompts. Name a text file with one prompt a line.")
 
 
+def _check_fp8(run: RunOptions) -> None:
+    for name in ("fp8_base", "fp8_base_unet"):
+        if not getattr(run, name):
+            continue
+        if run.mixed_precision == "no":
+            raise OptionError(
+                f"{name} keeps the base in 8 bits, in which nothing can be computed. Set mixed_precision = bf16 (or "
+                "fp16), which it is computed in."
+            )
+        if run.fsdp_base:
+            raise _contradiction(name, "fsdp_base", "weights in 8 bits cannot be spread. Leave one of them out.")
+
+
 # ---------------------------------------------------------------------------------------- leftovers
 
 
@@ -247,6 +261,8 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         yield from _no_effect(set_otherwise("skip_until_initial_step"), "without initial_step or initial_epoch")
     elif run.initial_step is not None:
         yield from _no_effect(set_otherwise("initial_epoch"), "with initial_step")
+    if run.fp8_base:
+        yield from _no_effect(set_otherwise("fp8_base_unet"), "with fp8_base, which includes the UNet")
     if run.no_metadata:
         yield from _no_effect(set_otherwise("training_comment"), "with no_metadata")
     if options.run.fsdp_base and options.autopsy.autopsy:
