@@ -77,7 +77,8 @@ class _Dora:
             result: Tensor = base(x)
             bias = None
         else:
-            result, bias = own.operate(x, base.weight), base.bias
+            weight = base_weight(self)
+            result, bias = own.operate(x, weight if weight is base.weight else weight.to(x.dtype)), base.bias
         base_dtype = result.dtype
         down, up = own._down_and_up(name)
         z = own.operate(adapter_input(x, down), down)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from maulstick.adapters.fp8 import whole_weight
 from maulstick.adapters.lean import LoraDropout
 from maulstick.adapters.targets import LoraTarget
 from maulstick.errors import ModelError, OptionError
@@ -160,9 +161,8 @@ def start_tensor(
 
 
 def base_weight(module: Any) -> Tensor:
-    """The frozen weight below a peft layer."""
-    weight: Tensor = module.get_base_layer().weight
-    return weight
+    """The frozen weight below a peft layer; restored, where it is kept in eight bits."""
+    return whole_weight(module.get_base_layer())
 
 
 def set_dropout(module: Any, target: LoraTarget, adapter_name: str, dropout: LoraDropout) -> None:

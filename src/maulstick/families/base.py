@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -117,6 +117,17 @@ class Family(ABC):
         Encoders that are loaded later are changed then. Raises ModelError where a change does not fit.
         """
 
+    @abstractmethod
+    def store_in_fp8(self, components: Collection[str]) -> None:
+        """Keep the frozen weights of these networks in eight bits from now on; encoders that are loaded later too.
+
+        To be called when everything that reads or changes weights is done: joining, merging, putting adapters in.
+        """
+
+    @abstractmethod
+    def base_bytes(self, in_fp8: Collection[str] = ()) -> dict[str, int]:
+        """Return component -> bytes of its frozen weights, with these in eight bits; nothing is loaded for it."""
+
     def check_objective(self, objective: ObjectiveOptions) -> None:  # noqa: B027 (a family may train with all of them)
         """Refuse options about noise and loss that mean nothing for this family (``OptionError``)."""
 
@@ -124,6 +135,11 @@ class Family(ABC):
     @abstractmethod
     def text_encoders(self) -> Mapping[str, nn.Module]:
         """Component name -> frozen text encoder, in the order of their key prefixes; loaded when first asked for."""
+
+    @property
+    @abstractmethod
+    def text_encoder_components(self) -> frozenset[str]:
+        """Names of the text encoders; nothing is loaded for it."""
 
     @property
     @abstractmethod

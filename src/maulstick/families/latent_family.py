@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import re
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from maulstick.adapters.fp8 import store_in_fp8, stored_bytes
 from maulstick.families.base import VAE, Family
 from maulstick.families.build import build_module
 from maulstick.families.clip_text import caption_ids, load_tokenizer
@@ -22,6 +25,12 @@ from maulstick.families.source import Component, ModelSource
 if TYPE_CHECKING:
     from diffusers import AutoencoderKL
     from transformers import CLIPTextConfig
+
+
+KEPT_WHOLE = frozenset({"conv_in", "conv_out", "pos_embed", "proj_out", "wo"})
+"""Layers that stay whole under ``fp8_base``: the first and last, whose format libraries take for that of the network,
+and T5's ``wo``, in whose format it computes."""
+_NOT_IN_FP8 = re.compile(r"embed|shared|relative_attention|\bwo\b")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +69,7 @@ class LatentFamily(Family):
         self._text_encoders: dict[str, nn.Module] = {}
         self._tensors_of: dict[str, int] = {}
         self._changes: Mapping[str, Sequence[BaseChange]] = {}
+        self._in_fp8: frozenset[str] = frozenset()
         self.device, self.dtype = setup.device, setup.dtype
         self.notes = source.notes
         self.vae_scale = 2 ** (len(source.vae.config["block_out_channels"]) - 1)
@@ -96,10 +106,32 @@ class LatentFamily(Family):
         for component, network in loaded.items():
             apply_changes(network, changes.get(component, ()))
 
+    def store_in_fp8(self, components: Collection[str]) -> None:
+        self._in_fp8 |= frozenset(components)
+        for component, network in {self.denoiser_naming.component: self.denoiser, **self._text_encoders}.items():
+            if component in components:
+                store_in_fp8(network, KEPT_WHOLE)
+
+    def base_bytes(self, in_fp8: Collection[str] = ()) -> dict[str, int]:
+        name = self.denoiser_naming.component
+        found = {name: stored_bytes(self.denoiser, in_fp8=name in in_fp8, keep=KEPT_WHOLE)}
+        for name, part in self._source.text_encoders.items():
+            slots = {slot.source: (path, slot.shape) for path, slot in part.weights.slots.items()}.values()
+            small = {path for path, shape in slots if len(shape) == 2 and not _NOT_IN_FP8.search(path)}
+            found[name] = sum(
+                math.prod(shape) * (1 if name in in_fp8 and path in small else self.dtype.itemsize)
+                for path, shape in slots
+            )
+        return found
+
     @property
     def _merged_text(self) -> str:
         """What ``text_identity`` says about changed text encoders; nothing where there are none."""
         return f":merged-{self.merged}" if self._changes.keys() & self._source.text_encoders.keys() else ""
+
+    @property
+    def text_encoder_components(self) -> frozenset[str]:
+        return frozenset(self._source.text_encoders)
 
     def encoders_on_device(self) -> frozenset[str]:
         on_device = {name for name, module in self._text_encoders.items() if self._is_here(module)}
@@ -154,6 +186,8 @@ class LatentFamily(Family):
         if name not in self._text_encoders:
             built = self._build_text_encoder(name, self._source.text_encoders[name])
             apply_changes(built, self._changes.get(name, ()))
+            if name in self._in_fp8:
+                store_in_fp8(built, KEPT_WHOLE)
             self._text_encoders[name] = built
             self._tensors_of[name] = _count_tensors(self._text_encoders[name])
         elif not self._is_here(self._text_encoders[name]):

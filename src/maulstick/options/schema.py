@@ -176,6 +176,10 @@ class RunOptions:
     """Spread the frozen denoiser over all processes (FSDP2), so that each holds only a part of it."""
     mixed_precision: Precision = "no"
     """Number format of the base and of the forward pass; the LoRA itself stays in 32 bit."""
+    fp8_base: bool = False
+    """Keep the frozen base, text encoders included, in 8 bits; it is computed in mixed_precision (fp16 or bf16)."""
+    fp8_base_unet: bool = False
+    """The same for the UNet (or SD3's transformer) alone."""
     seed: int | None = None
     """Seed of every random choice; without it one is drawn and logged."""
     no_metadata: bool = False

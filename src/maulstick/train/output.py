@@ -165,6 +165,8 @@ class AdapterOutput:
             "gradient_checkpointing": o.run.gradient_checkpointing,
             "gradient_accumulation_steps": o.run.gradient_accumulation_steps,
             "mixed_precision": o.run.mixed_precision,
+            "fp8_base": o.run.fp8_base,
+            "fp8_base_unet": o.run.fp8_base_unet,
             "seed": self.seed,
         }
 

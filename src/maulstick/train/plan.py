@@ -46,7 +46,7 @@ class Plan:
     """Everything that is known before the first step. Counts of images include repeats where the name says so.
 
     ``further`` is what is to be said about what trains besides its components; ``validation_images`` names those that
-    are held back.
+    are held back; ``base_bytes``: memory of each frozen network, ``in_fp8``: those that are kept in eight bits.
     """
 
     model: str
@@ -80,6 +80,8 @@ class Plan:
     device: str
     seed: int
     validation_images: Sequence[str]
+    base_bytes: Mapping[str, int]
+    in_fp8: Sequence[str]
     findings: Sequence[Finding]
     notices: Sequence[str]
 
@@ -157,6 +159,15 @@ def groups_sentence(component: ComponentPlan) -> str:
     return f" (from {min(rates):g} to {max(rates):g} in {len(rates)} groups)"
 
 
+def base_sentence(plan: Plan) -> str:
+    """Say how much memory the frozen networks take."""
+    parts = [
+        f"{name} {size / 1e9:.3g} GB" + (" in 8 bits" if name in plan.in_fp8 else "")
+        for name, size in plan.base_bytes.items()
+    ]
+    return f"{', '.join(parts)}, frozen"
+
+
 def weights_sentence(weights: Sequence[float], names: Sequence[str]) -> str:
     """List the weights by block, neighbours of equal weight as a range."""
     runs: list[list[int]] = []
@@ -212,6 +223,7 @@ def plan_lines(plan: Plan, *, with_findings: bool = True) -> list[str]:
     if plan.block_lr_weights is not None:
         lines.append(f"weights    {weights_sentence(plan.block_lr_weights, plan.block_names)}")
     warmup = f", warm-up {plan.warmup_steps} steps" if plan.warmup_steps else ""
+    lines.append(f"base       {base_sentence(plan)}")
     lines.append(f"optimizer  {plan.optimizer}, {plan.lr_scheduler}{warmup}")
     lines.append(f"device     {plan.device}, precision {plan.precision}, seed {plan.seed}")
     if with_findings:

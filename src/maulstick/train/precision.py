@@ -10,7 +10,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from maulstick.options.schema import Precision
+from maulstick.families.base import Family
+from maulstick.options.schema import Precision, RunOptions
 
 DTYPES: dict[str, torch.dtype] = {
     "no": torch.float32,
@@ -25,6 +26,12 @@ def autocast(device: torch.device, precision: Precision) -> AbstractContextManag
     if precision == "no":
         return nullcontext()
     return torch.autocast(device_type=device.type, dtype=DTYPES[precision])
+
+
+def in_fp8(family: Family, run: RunOptions) -> frozenset[str]:
+    """Return the components whose frozen weights are to be kept in eight bits."""
+    denoiser = {family.denoiser_naming.component} if run.fp8_base or run.fp8_base_unet else set()
+    return frozenset(denoiser | (family.text_encoder_components if run.fp8_base else set()))
 
 
 def gradient_scaler(device: torch.device, precision: Precision) -> torch.amp.GradScaler:

@@ -32,7 +32,7 @@ from maulstick.train.ip_adapter_training import IpAdapterTraining
 from maulstick.train.lora_training import LoraTraining
 from maulstick.train.optim import check_optimizer
 from maulstick.train.plan import Plan, length_of_training
-from maulstick.train.precision import DTYPES
+from maulstick.train.precision import DTYPES, in_fp8
 from maulstick.train.schedule import learning_rate_factor, schedule_settings
 from maulstick.train.trains import Trains
 from maulstick.train.validation import validation_seed
@@ -184,6 +184,7 @@ def make_plan(
     steps_per_epoch = batches.steps_per_epoch
     total_steps, epochs = length_of_training(options, steps_per_epoch)
     summaries = summarize(index)
+    small = in_fp8(family, options.run)
     return Plan(
         model=str(options.model.pretrained_model_name_or_path),
         family=family.name,
@@ -216,6 +217,8 @@ def make_plan(
         device=str(family.device),
         seed=seed,
         validation_images=[f"{image.path.parent.name}/{image.path.name}" for image in index.held_back],
+        base_bytes=family.base_bytes(small),
+        in_fp8=sorted(small),
         findings=list(index.findings),
         notices=[*loaded.notices, *family.notes, *trains.notes, *_unused_validation(loaded, index)],
     )

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from maulstick import __version__
 from maulstick.data.findings import Finding
@@ -34,7 +35,7 @@ from maulstick.train.loop_parts import LoopParts, LoopState
 from maulstick.train.optim import build_optimizer
 from maulstick.train.output import AdapterOutput, author_facts, dataset_facts
 from maulstick.train.plan import plan_lines
-from maulstick.train.precision import gradient_scaler
+from maulstick.train.precision import gradient_scaler, in_fp8
 from maulstick.train.prepare import Prepared, draw_seed, make_plan, must_use_cpu, prepare
 from maulstick.train.records import RunRecords
 from maulstick.train.result import RunResult
@@ -219,8 +220,12 @@ class TrainingRun:
         options, family = self.options, prepared.family
         text_trained = any(name in prepared.targets for name in family.text_encoder_naming)
         conditioner = self._conditioner or self._sources.new_conditioner(prepared)
+        small = in_fp8(family, options.run)
+        family.store_in_fp8(small - prepared.targets.keys() - {family.denoiser_naming.component})
         text_states = None if text_trained else self._sources.text_states(prepared, conditioner)
         attached = prepared.trains.attach(family, prepared.seed)
+        # Only now: what was merged, joined and put in has read the whole weights.
+        family.store_in_fp8(small)
         for note in attached.notes:
             self.console.say(f"note       {note}")
         optimizer = build_optimizer(options.optimizer.optimizer_type, options.optimizer.optimizer_args, attached.groups)
@@ -233,6 +238,10 @@ class TrainingRun:
             shard_frozen(family.denoiser, self.accelerator.device)
             exchange = partial(average_gradients, [parameter for _, parameter in attached.named_parameters])
         elif self.accelerator.num_processes > 1:
+            if small:
+                # DDP would send them to all processes, which have read the same, and gloo knows no eight bits.
+                frozen = [name for name, parameter in trainee.named_parameters() if not parameter.requires_grad]
+                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainee, frozen)
             trainee = self.accelerator.prepare_model(trainee)
         if not latents.needs_vae:
             family.release_encoders(vae=True, text_encoders=False)

@@ -23,7 +23,7 @@ FREE_GROUPS = ("sample", "metadata", "upload", "log")
 FIXED = frozenset(
     {
         *("optimizer_type", "optimizer_args", "ema_decay"),
-        *("gradient_accumulation_steps", "mixed_precision", "seed"),
+        *("gradient_accumulation_steps", "mixed_precision", "fp8_base", "fp8_base_unet", "seed"),
     }
 )
 """Options outside ``FIXED_GROUPS`` that a state fits only with the same value."""
