@@ -80,6 +80,21 @@ def test_a_wide_terminal_gets_everything_on_one_line() -> None:
     assert "120/1600 loss 0.1235  norm 0.523  limit 2.31  lr 1.00e-04  skipped 12  mem 1.5 GiB" in bar
 
 
+def test_the_bar_says_what_it_waits_for() -> None:
+    console = terminal(80)
+    shown = RichConsole(console)
+    shown.begin("training", 1600)
+    shown.busy("drawing 3 of 12")
+    shown.advance(120, LINE)
+    shown.end()
+    assert "training: drawing 3 of 12 ━" in screen(console)[-2]
+    shown.begin("training", 1600)
+    shown.busy("drawing 3 of 12")
+    shown.busy(None)
+    shown.end()
+    assert "training ━" in screen(console)[-1]
+
+
 def test_the_least_important_values_go_first() -> None:
     full = LINE.text()
     assert LINE.text(len(full)) == full

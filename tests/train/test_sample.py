@@ -134,6 +134,18 @@ def test_encoders_that_were_released_are_released_again(tmp_path: Path) -> None:
     assert family.encoders_on_device() == frozenset()
 
 
+def test_it_is_told_which_picture_is_being_drawn(tmp_path: Path) -> None:
+    told: list[str | None] = []
+    prompts = [parse_prompt("a cat --s 1"), parse_prompt("a dog --s 1")]
+    family = load_family(model_options(), device="cpu", dtype=torch.float32)
+    draw_samples(
+        family, prompts, sampler="euler", output_dir=tmp_path, label="x", seed=7, facts=FACTS, busy=told.append
+    )
+    assert told[0] == "drawing 1 of 2"
+    assert told[1] == "drawing 2 of 2"
+    assert told[-1] is None
+
+
 def test_what_prompts_leave_open_is_the_same_at_every_call(tmp_path: Path) -> None:
     family = in_training(model_options())
     first, second = (sample(family, tmp_path / name, ["a cat --s 2", "a cat --s 2"]) for name in ("a", "b"))

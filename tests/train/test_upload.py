@@ -106,12 +106,27 @@ def test_what_fails_is_tried_again_at_the_end(
         "last-step00000004.safetensors",
     ]
     about = [line for line in said if "upload" in line]
-    first = "last-step00000002.safetensors could not be uploaded (ConnectionError: 401 for ...); it is tried again at"
+    first = "last-step00000002.safetensors could not be uploaded: ConnectionError: 401 for ...; it is tried again at"
     assert about[0] == f"{first} the end"
     assert about[-1] == "all 3 files are uploaded to anna/shapes on the hub now"
     failed = [event for event in read_events(tmp_path / "out" / "last.events.jsonl") if "failed" in event["event"]]
     assert [event["event"] for event in failed] == ["upload_failed"] * 2
     assert "upload_failed" in (tmp_path / "out" / "last.events.jsonl").read_text()
+
+
+def test_what_fails_to_the_end_is_named_with_what_to_do(
+    hub: Hub, make_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.refuses = 99
+    run = make_run(*UNET_ONLY, *REPOSITORY)
+    said = listening(run, monkeypatch)
+    assert run.train().exit_code == 0
+    assert [line for line in said if "upload" in line] == [
+        "last.safetensors could not be uploaded: ConnectionError: 401 for ...; it is tried again at the end",
+        "last.safetensors could not be uploaded: ConnectionError: 401 for ...",
+        "not uploaded to anna/shapes on the hub: last.safetensors. The files are in output_dir; upload them with "
+        "`hf upload anna/shapes FILE`.",
+    ]
 
 
 def test_a_hub_that_never_answers_ends_nothing(

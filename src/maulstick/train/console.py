@@ -83,6 +83,9 @@ class RunConsole(Protocol):
     def advance(self, count: int = 1, line: StepLine | None = None) -> None:
         """Count steps of the phase."""
 
+    def busy(self, with_what: str | None) -> None:
+        """Show what the phase is waiting for, such as sample pictures; None when it goes on."""
+
     def end(self) -> None:
         """End the phase."""
 
@@ -93,6 +96,7 @@ class RichConsole:
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or Console(highlight=False, emoji=False)
         self._progress: _Bar | None = None
+        self._title = ""
 
     def say(self, text: str) -> None:
         for line in text.split("\n"):
@@ -104,6 +108,7 @@ class RichConsole:
 
     def begin(self, title: str, total: int, done: int = 0) -> None:
         self.end()
+        self._title = title
         self._progress = _Bar(self._console)
         self._progress.add_task(title, total=total, completed=done, line=None)
         self._progress.start()
@@ -114,6 +119,11 @@ class RichConsole:
             self._progress.advance(task, count)
             if line is not None:
                 self._progress.update(task, line=line)
+
+    def busy(self, with_what: str | None) -> None:
+        if self._progress is not None:
+            title = f"{self._title}: {with_what}" if with_what else self._title
+            self._progress.update(self._progress.task_ids[0], description=title)
 
     def end(self) -> None:
         if self._progress is not None:
@@ -217,6 +227,9 @@ class PlainConsole:
         left = taken / max(1, self._done - self._done_before) * (self._total - self._done)
         return f"{duration(left)} left"
 
+    def busy(self, with_what: str | None) -> None:
+        pass
+
     def end(self) -> None:
         pass
 
@@ -234,6 +247,9 @@ class QuietConsole:
         pass
 
     def advance(self, count: int = 1, line: StepLine | None = None) -> None:
+        pass
+
+    def busy(self, with_what: str | None) -> None:
         pass
 
     def end(self) -> None:

@@ -369,6 +369,7 @@ class TrainingRun:
                 seed=prepared.seed,
                 facts=facts,
                 image_prompt=None if self._conditioner is None else self._conditioner.sample_prompt,
+                busy=self.console.busy,
             )
         except SampleError as error:
             self.console.say(f"step {step}: {error}; training goes on")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,6 +30,7 @@ def draw_samples(
     seed: int,
     facts: PictureFacts,
     image_prompt: ImagePrompt | None = None,
+    busy: Callable[[str | None], None] = lambda what: None,
 ) -> list[Path]:
     """Draw a picture for each prompt with the networks as they are now; return ``output_dir/LABEL_00.png`` and so on.
 
@@ -44,6 +45,7 @@ def draw_samples(
             run, so that pictures of one prompt differ by the training alone.
         facts: what is written into the files.
         image_prompt: reference image for the IP-Adapter that is in the denoiser.
+        busy: told which picture is being drawn, and None at the end.
 
     Raises:
         SampleError: drawing or writing failed; the message says why.
@@ -54,7 +56,9 @@ def draw_samples(
         path = output_dir / f"{label}_{len(paths):02d}.png"
         write_picture(picture.image, path, picture.prompt, facts)
         paths.append(path)
+        busy(f"drawing {min(len(paths) + 1, len(prompts))} of {len(prompts)}")
 
+    busy(f"drawing 1 of {len(prompts)}")
     try:
         draw_pictures(family, _completed(prompts, family, sampler, seed), finished, image_prompt=image_prompt)
     except (MaulstickError, RuntimeError, ValueError, OSError) as error:
@@ -63,6 +67,7 @@ def draw_samples(
             f"Sample pictures for {label} failed after {len(paths)} of {len(prompts)}: {reason}"
         ) from error
     finally:
+        busy(None)
         if family.device.type == "cuda":
             torch.cuda.empty_cache()
     return paths

@@ -42,6 +42,7 @@ class HubUpload:
     _waiting: queue.Queue[Path] = field(default_factory=queue.Queue)
     _worker: threading.Thread | None = None
     _api: Any = None
+    _is_over: bool = False
 
     def add(self, path: Path) -> None:
         """Upload a file that was just saved; without ``async_upload`` wait for it, but not for long."""
@@ -59,7 +60,7 @@ class HubUpload:
         if self._waiting.unfinished_tasks and not self._wait(1.0):
             self.say("waiting for uploads; press Ctrl-C to leave them")
         self._wait(WAIT_AT_THE_END)
-        again, self.failed = self.failed, []
+        again, self.failed, self._is_over = self.failed, [], True
         for path in again:
             self._waiting.put(path)
         in_time = self._wait(WAIT_AT_THE_END)
@@ -125,7 +126,9 @@ class HubUpload:
         text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
         if self.token:
             text = text.replace(self.token, "...")
-        self.say(f"{path.name} could not be uploaded ({text}); it is tried again at the end")
+        if not self._is_over:
+            text += "; it is tried again at the end"
+        self.say(f"{path.name} could not be uploaded: {text}")
         self.record("upload_failed", file=path, text=text)
 
 
