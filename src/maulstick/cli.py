@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -89,6 +90,10 @@ def _what_to_do(error: OSError) -> str:
 
 def run() -> None:
     """Run as a program: what the installed `maulstick` calls."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            # Names of files may hold bytes that are no text, and terminals may lack characters; neither ends a run.
+            stream.reconfigure(errors="backslashreplace")
     sys.exit(main())
 
 

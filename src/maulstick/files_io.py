@@ -24,7 +24,8 @@ def atomic_write(path: Path, write: Callable[[Path], None] | bytes | str) -> Non
     temporary = Path(temporary_name)
     try:
         if isinstance(write, str):
-            temporary.write_text(write, encoding="utf-8")
+            # Names of files may hold bytes that are no text.
+            temporary.write_text(write, encoding="utf-8", errors="replace")
         elif isinstance(write, bytes):
             temporary.write_bytes(write)
         else:

@@ -264,12 +264,25 @@ def test_sample_pictures_look_at_the_sample_image(make_run, tmp_path, images) ->
         (("--caption_dropout_rate", "0.1"), "caption_dropout_rate = 0.1 would come on top of text_dropout_rate"),
         (("--text_dropout_rate", "0.9"), "add up to 1, but at most one of them"),
         (("--sample_prompts", "p.txt"), "sample_prompts needs sample_ip_image"),
+        (
+            ("--network_train_text_encoder_only",),
+            "network_train_text_encoder_only does not work with network_type",
+        ),
         (("--image_encoder", ""), "network_type = ip_adapter needs image_encoder"),
     ],
 )
 def test_options_that_cannot_be_meant(arguments, message, make_run) -> None:
     with pytest.raises(OptionError, match=message):
         make_run(*arguments)
+
+
+def test_images_that_are_not_there_are_named_before_anything_is_cached(make_run, tmp_path) -> None:
+    (tmp_path / "p.txt").write_text("a shape")
+    sample = ("--sample_prompts", str(tmp_path / "p.txt"), "--sample_every_n_steps", "1", "--sample_ip_image")
+    with pytest.raises(OptionError, match=r"sample_ip_image: .*gone\.png: cannot be read"):
+        make_run(*sample, str(tmp_path / "gone.png")).prepare()
+    with pytest.raises(DataError, match=r"conditioning_data_dir: there is no folder .*gone\."):
+        make_run("--conditioning_data_dir", str(tmp_path / "gone")).prepare()
 
 
 def test_options_of_an_ip_adapter_without_one(make_run) -> None:

@@ -80,6 +80,7 @@ def test_embedded_guidance_is_read_and_reported_as_unused() -> None:
         ("--s 0", r"--s expects a number of steps of at least 1"),
         ("--s 2.5", r"--s expects a number of steps"),
         ("--d -1", r"--d expects a whole number"),
+        ("--d 9223372036854775808", r"--d expects a whole number from 0 to 9223372036854775807"),
         ("--l high", r"--l expects a number"),
         ("--l nan", r"--l expects a number"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,9 @@ def _module(name: str, width: int) -> dict[str, Tensor]:
         ({"prompt": ["a --x 3"]}, PromptError, "--prompt: unknown prompt option '--x'"),
         ({"prompt": ["a --ss eulr"]}, PromptError, "Did you mean 'euler'"),
         ({"steps": 0}, OptionError, "--steps is 0"),
+        ({"scale": math.nan}, OptionError, "--scale is nan; it must be a finite number"),
+        ({"seed": 2**63}, OptionError, "--seed is 9223372036854775808; it must be a whole number from 0"),
+        ({"seed": -1}, OptionError, "--seed is -1; .* Leave it out to draw one"),
         ({"batch_size": 0}, OptionError, "--batch_size is 0"),
         ({"device": "toaster"}, OptionError, "--device toaster"),
         ({"device": "cuda:77"}, OptionError, "--device cuda:77 cannot be used here"),

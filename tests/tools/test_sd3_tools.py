@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from maulstick.adapters.factors import delta_weight
 from maulstick.adapters.read_formats import plain_modules, read_adapter
@@ -24,6 +25,7 @@ from maulstick.tools.merge_checkpoint import merge_into_checkpoint, plan_merge
 from maulstick.train.console import QuietConsole
 from tests.models import model_folder
 from tests.sd3_models import kohya_file, sd3_file, sd3_folder
+from tests.sdxl_models import sdxl_folder
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,18 @@ def test_a_merged_checkpoint_has_the_change_of_every_module(lora: Path, tmp_path
 def test_a_lora_of_another_family_is_refused(lora: Path) -> None:
     with pytest.raises(ModelError, match="is a LoRA for Stable Diffusion 3, but"):
         plan_merge(open_checkpoint(model_folder()), [LoraChoice(lora, 1.0)])
+
+
+def test_a_lora_is_not_put_on_another_family_for_the_sake_of_the_text_encoders_they_share(tmp_path: Path) -> None:
+    path = tmp_path / "sd3.safetensors"
+    shapes = {"unet_joint_blocks_0_x_block_mlp_fc1": (512, 128), "te1_text_model_encoder_layers_0_mlp_fc1": (128, 64)}
+    tensors = {f"lora_{name}.lora_down.weight": torch.zeros(2, columns) for name, (_, columns) in shapes.items()}
+    tensors |= {f"lora_{name}.lora_up.weight": torch.zeros(rows, 2) for name, (rows, _) in shapes.items()}
+    save_file(tensors, path)
+    options = ModelOptions(pretrained_model_name_or_path=str(sdxl_folder()))
+    family = load_family(options, device="cpu", dtype=torch.float32)
+    with pytest.raises(ModelError, match=r"for Stable Diffusion 3: .* fit this SDXL model, but none of the 1 for"):
+        apply_loras(family, [LoraChoice(path, 1.0)])
 
 
 def test_every_form_draws_with_the_same_change(lora: Path, tmp_path: Path) -> None:

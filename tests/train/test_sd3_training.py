@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -210,6 +211,7 @@ def test_choices_that_the_model_does_not_have_are_refused(choose, arguments, sai
         (["--network_args", "context_attn_dim=4"], "ranks by kind of layer are not supported"),
         (["--min_snr_gamma", "5"], "min_snr_gamma = 5: SD3.5 medium is trained by flow matching"),
         (["--network_module", "networks.lora_flux"], "network_module = networks.lora_flux"),
+        (["--resolution", "144"], "training picture of 144x144 pixels is too large: SD3.5 medium .* up to 128 pixels"),
         (["--resolution", "72"], "multiples of 16 pixels. Use 64 or 80"),
     ],
 )
@@ -296,4 +298,7 @@ def test_a_side_that_the_patches_do_not_divide_is_cut_and_said(tmp_path) -> None
     )
     (path,) = generate(options, say=said.append)
     assert Image.open(path).size == (64, 80)
+    too_large = replace(options, picture=PictureOptions(prompt=["a shape"], width=144))
+    with pytest.raises(OptionError, match=r"A picture of 144x64 pixels is too large: SD3.5 medium .* up to 128 pixels"):
+        generate(too_large)
     assert "width 72 is drawn as 64: sides are multiples of 16, 64 at least" in said

@@ -22,6 +22,22 @@ def test_the_event_log_is_valid_json_even_for_nan(tmp_path):
     log.close()
 
 
+def test_a_name_that_is_no_text_does_not_end_a_run(make_run, images, tmp_path):
+    """Log, state, report and console get the half characters that Python makes of such bytes."""
+    folder = tmp_path / "data" / "1_shape"
+    folder.mkdir(parents=True)
+    for number in range(2):
+        source = images / "2_shape" / f"{number}.png"
+        Path(os.fsdecode(os.fsencode(folder) + f"/caf\xe9{number}.png".encode("latin-1"))).write_bytes(
+            source.read_bytes()
+        )
+    arguments = ("--train_data_dir", str(tmp_path / "data"), "--cache_latents_to_disk", "--save_state")
+    assert make_run(*arguments, "--max_train_steps", "1").train().exit_code == 0
+    assert make_run(*arguments, "--max_train_steps", "2", "--resume", "auto").train().exit_code == 0
+    assert len(list(folder.glob("*.safetensors"))) == 2
+    assert "caf?0.png" in (tmp_path / "out" / "last.events.jsonl").read_text()
+
+
 def test_a_cut_off_last_line_is_left_out(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text('{"event": "step", "n": 1}\n{"event": "st')

@@ -174,6 +174,8 @@ def read_ip_adapter(path: Path) -> IpAdapterFile:
         ModelError: it is no IP-Adapter, of a kind that is not known here, damaged, or holds values that are not finite.
     """
     if not path.is_file():
+        if path.is_dir():
+            raise ModelError(f"{path} is a folder. Name the IP-Adapter file in it.")
         raise ModelError(f"There is no file {path}.")
     file = open_weights(path)
     tensors: dict[str, Tensor] = {}

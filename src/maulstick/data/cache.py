@@ -69,7 +69,7 @@ def cache_path(record: ImageRecord, key: LatentKey) -> Path:
     width, height = record.placement.bucket
     without_content = json.loads(key.text()) | {"content": None, "name": record.path.name}
     digits = sha256(json.dumps(without_content, sort_keys=True).encode()).hexdigest()[:12]
-    stem = record.path.stem.encode()[:_LONGEST_STEM].decode(errors="ignore")
+    stem = record.path.stem.encode(errors="ignore")[:_LONGEST_STEM].decode(errors="ignore")
     return record.path.with_name(f"{stem}_{width}x{height}_{digits}{CACHE_SUFFIX}")
 
 

@@ -141,7 +141,7 @@ class ImageFeatures:
         """
         without_content = json.loads(self._key(reference)) | {"content": None, "name": reference.path.name}
         digits = sha256(json.dumps(without_content, sort_keys=True).encode()).hexdigest()[:12]
-        stem = reference.path.stem.encode()[:_LONGEST_STEM].decode(errors="ignore")
+        stem = reference.path.stem.encode(errors="ignore")[:_LONGEST_STEM].decode(errors="ignore")
         return reference.path.with_name(f"{stem}_features_{digits}{CACHE_SUFFIX}")
 
     def _take_from_file(self, reference: Reference) -> bool:

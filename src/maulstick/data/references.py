@@ -36,6 +36,8 @@ def find_references(records: Sequence[ImageRecord], folder: Path | None) -> dict
     """
     if folder is None:
         return {record.path: Reference(record.path, record.content_hash) for record in records}
+    if not folder.is_dir():
+        raise DataError(f"conditioning_data_dir: there is no folder {folder}.")
     paths = {record.path: record for record in records}
     listed: dict[Path, Mapping[str, list[Path]]] = {}
     found: dict[Path, Path] = {}
@@ -78,4 +80,5 @@ def _checked(path: Path) -> Reference:
 def references_digest(references: Mapping[Path, Reference]) -> str:
     """Identify which image is trained with which reference, wherever they lie."""
     rows = sorted(f"{image.parent.name}/{image.name} {each.content_hash}" for image, each in references.items())
-    return sha256("\n".join(rows).encode()).hexdigest()[:16]
+    # Names of files may hold bytes that are no text.
+    return sha256("\n".join(rows).encode("utf-8", "surrogateescape")).hexdigest()[:16]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from maulstick.adapters.block_weights import NamedBlocks
 from maulstick.adapters.ip_adapter_files import IpAdapterSpec
 from maulstick.adapters.key_names import KeyNames
-from maulstick.errors import ModelError
+from maulstick.errors import ModelError, OptionError
 from maulstick.families.framing import Framing
 from maulstick.families.image_encoder import EncoderKind
 from maulstick.families.ip_adapter import IpAdapter, Layers
@@ -68,6 +68,7 @@ class Family(ABC):
         latent_channels: channels of a latent.
         native_size: side in pixels of the square images the model was made for.
         size_multiple: pixels that the sides of a picture are a multiple of; ``vae_scale`` or more.
+        largest_side: pixels that a side can have at most; None where the model sets no limit.
         network_module: what sd-scripts calls its network for LoRA.
         token_limits: what ``max_token_length`` may be.
         sampler_names: samplers that draw with it.
@@ -103,6 +104,19 @@ class Family(ABC):
     @property
     def size_multiple(self) -> int:
         return self.vae_scale
+
+    @property
+    def largest_side(self) -> int | None:
+        return None
+
+    def refuse_sizes(self, sizes: Iterable[tuple[int, int]], what: str) -> None:
+        """Raise OptionError for a (width, height) with a side that the model has no places for; ``what`` it is."""
+        for width, height in sizes:
+            if self.largest_side is not None and max(width, height) > self.largest_side:
+                raise OptionError(
+                    f"{what} of {width}x{height} pixels is too large: {self.name} knows positions up to "
+                    f"{self.largest_side} pixels a side. Choose a smaller size."
+                )
 
     def prepare_for_adapters(self) -> None:  # noqa: B027 (most families have nothing to do)
         """Bring the denoiser into the form whose modules adapter files name, where that is another; it stays so.

@@ -98,6 +98,12 @@ class StableDiffusion3(LatentFamily):
         patch: int = self._source.denoiser.config.get("patch_size", 2)
         return self.vae_scale * patch
 
+    @property
+    def largest_side(self) -> int:
+        """Positions come from a table, of which the middle is used."""
+        places: int = self._source.denoiser.config["pos_embed_max_size"]
+        return places * self.size_multiple
+
     def prepare_for_adapters(self) -> None:
         """As in ``Family``: query, key and value become one projection, see ``joint_layout``."""
         join_layers(self.denoiser)

@@ -119,6 +119,11 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
             f"network_module = {network.network_module}: {said}. Remove network_module, and "
             "choose with network_type what is trained: lora, dora, loha, lokr, oft or ip_adapter."
         )
+    if network.network_type == "ip_adapter" and network.network_train_text_encoder_only:
+        raise OptionError(
+            "network_train_text_encoder_only does not work with network_type = ip_adapter: no text encoder is trained. "
+            "Remove it."
+        )
     if network.network_train_unet_only and network.network_train_text_encoder_only:
         raise _contradiction(
             "network_train_unet_only",

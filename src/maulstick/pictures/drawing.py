@@ -59,6 +59,11 @@ def refuse_samplers(family: Family, samplers: Iterable[str | None]) -> None:
             raise OptionError(f"Sampler '{sampler}' does not fit {family.name}. Those that do: {known}.")
 
 
+def refuse_sizes(family: Family, prompts: Iterable[Prompt], what: str = "A picture") -> None:
+    """Raise OptionError for a picture that is larger than this family can draw."""
+    family.refuse_sizes([(prompt.width or 0, prompt.height or 0) for prompt in prompts], what)
+
+
 @contextmanager
 def evaluation_mode(networks: Sequence[nn.Module]) -> Iterator[None]:
     """Put networks in evaluation mode, and every module back into its own mode at the end."""

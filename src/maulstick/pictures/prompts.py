@@ -18,6 +18,8 @@ from maulstick.errors import OptionError, nearest_name_hint
 DEFAULT_SIZE = 512
 DEFAULT_STEPS = 30
 DEFAULT_SCALE = 7.5
+LARGEST_SEED = 2**63 - 1
+"""torch takes seeds of 64 bits."""
 
 _SMALLEST_SIZE = 64
 _OPTION = re.compile(r"\s--(?=\S)")
@@ -235,6 +237,12 @@ def _whole(value: str, what: str, smallest: int) -> int:
     return int(value)
 
 
+def _seed(value: str) -> int:
+    if not value.isdecimal() or int(value) > LARGEST_SEED:
+        raise ValueError(f"a whole number from 0 to {LARGEST_SEED}")
+    return int(value)
+
+
 def _number(value: str) -> float:
     number = float(value) if re.fullmatch(r"-?\d+(\.\d*)?|-?\.\d+", value) else None
     if number is None:
@@ -257,7 +265,7 @@ _READERS: dict[str, Callable[[Prompt, str], Prompt]] = {
     "n": lambda prompt, value: replace(prompt, negative=value),
     "w": lambda prompt, value: replace(prompt, width=_size(value)),
     "h": lambda prompt, value: replace(prompt, height=_size(value)),
-    "d": lambda prompt, value: replace(prompt, seed=_whole(value, "a whole number of at least 0", 0)),
+    "d": lambda prompt, value: replace(prompt, seed=_seed(value)),
     "l": lambda prompt, value: replace(prompt, scale=_number(value)),
     "s": lambda prompt, value: replace(prompt, steps=_whole(value, "a number of steps of at least 1", 1)),
     "ss": lambda prompt, value: replace(prompt, sampler=_sampler(value)),

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from maulstick.adapters.block_presets import BASE, BlockRatios, builtin_presets, resolve_ratios
 from maulstick.adapters.factors import LoraWeights
-from maulstick.adapters.files import assign_modules, data_hash, lora_tensors
+from maulstick.adapters.file_kinds import describe_family
+from maulstick.adapters.files import AssignedWeights, assign_modules, data_hash, lora_tensors
 from maulstick.adapters.lora import add_lora, set_strengths
 from maulstick.adapters.module_kinds import (
     AdapterModule,
@@ -32,6 +33,7 @@ from maulstick.tools.lora_choice import LoraChoice, parse_lora_choice
 
 __all__ = ["OUTSIDE", "AppliedLora", "LoraChoice", "apply_loras", "parse_lora_choice", "set_block_shares"]
 
+_DENOISER = ("lora_unet_", "lora_transformer_")
 OUTSIDE = ""
 """Where modules of the denoiser are that lie in no block."""
 
@@ -117,6 +119,7 @@ def apply_loras(
     for number, (choice, own_ratios) in enumerate(zip(choices, ratios, strict=True)):
         file = read_adapter(choice.path)
         assigned = assign_modules(file, table, family.name)
+        _refuse_lesser_half(choice.path, file.modules, assigned, family)
         fitted = {
             component: {
                 path: _fitted(choice.path, path, weights, modules[component][path]) for path, weights in part.items()
@@ -159,6 +162,18 @@ def set_block_shares(family: Family, applied: Sequence[AppliedLora], shares: Map
                 place = _place(family, component, path)
                 for name, by_place in strengths.items():
                     module.set_scale(name, by_place[place] * (shares or {}).get(place, 1.0))
+
+
+def _refuse_lesser_half(
+    path: Path, modules: Mapping[str, AdapterModule], assigned: AssignedWeights[AdapterModule], family: Family
+) -> None:
+    """Families share text encoders: a LoRA for another one fits there, while none of its denoiser does."""
+    left_out = [name for name in assigned.unmatched if name.startswith(_DENOISER)]
+    if left_out and family.denoiser_naming.component not in assigned.components:
+        raise ModelError(
+            f"{path} is a LoRA for {describe_family(modules) or 'another model family'}: its modules for text encoders "
+            f"fit this {family.name} model, but none of the {len(left_out)} for the denoiser ('{left_out[0]}', …)."
+        )
 
 
 def _networks(family: Family) -> dict[str, nn.Module]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,17 +17,17 @@ from maulstick.errors import OptionError
 from maulstick.families.base import Family
 from maulstick.families.load import load_family
 from maulstick.options.generate import GenerateOptions, OutputOptions, PictureOptions, Sampler
-from maulstick.pictures.drawing import Picture, draw_pictures, refuse_samplers
+from maulstick.pictures.drawing import Picture, draw_pictures, refuse_samplers, refuse_sizes
 from maulstick.pictures.grid import labelled_grid
 from maulstick.pictures.picture_files import PictureFacts, UsedLora, write_new_picture
-from maulstick.pictures.prompts import Prompt, check_prompts, default_prompt, parse_prompt, read_prompts
+from maulstick.pictures.prompts import LARGEST_SEED, Prompt, check_prompts, default_prompt, parse_prompt, read_prompts
 from maulstick.tools.apply_ip_adapter import apply_ip_adapter, check_choice
 from maulstick.tools.apply_lora import OUTSIDE, AppliedLora, apply_loras
 from maulstick.tools.block_sheet import draw_block_sheets
 from maulstick.tools.lora_choice import parse_lora_choice
 
 _DTYPES = {"float": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_LARGEST_SEED = 2**32 - 1
+_LARGEST_DRAWN_SEED = 2**32 - 1
 
 
 def generate_command(options: GenerateOptions) -> int:
@@ -58,6 +59,7 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
         precision = "fp16" if device.type == "cuda" else "float"
     family = load_family(options.model, device=device, dtype=_DTYPES[precision])
     refuse_samplers(family, [options.picture.sampler, *(prompt.sampler for prompt in prompts)])
+    jobs = _complete(prompts, options.picture, family)
     for note in family.notes:
         say(note)
     # A run that is repeated with its seed draws the same weights.
@@ -69,7 +71,6 @@ def generate(options: GenerateOptions, say: Callable[[str], None] = lambda line:
     image = apply_ip_adapter(family, options.ip_adapter)
     if image is not None:
         say(f"{options.ip_adapter.ip_adapter} at {image[1].scale:g}, looking at {image[1].image}")
-    jobs = _complete(prompts, options.picture, family)
     for note in dict.fromkeys(note for job in jobs for note in job.notes):
         say(note)
     facts = PictureFacts(
@@ -104,6 +105,12 @@ def _collect_prompts(options: PictureOptions) -> list[Prompt]:
         value = getattr(options, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name} is {value}; it must be at least 1.")
+    if not math.isfinite(options.scale):
+        raise OptionError(f"--scale is {options.scale}; it must be a finite number.")
+    if options.seed is not None and not 0 <= options.seed <= LARGEST_SEED:
+        raise OptionError(
+            f"--seed is {options.seed}; it must be a whole number from 0 to {LARGEST_SEED}. Leave it out to draw one."
+        )
     prompts = [parse_prompt(text, where="--prompt") for text in options.prompt]
     if options.prompt_file is not None:
         prompts += read_prompts(options.prompt_file)
@@ -117,7 +124,7 @@ def _complete(prompts: Sequence[Prompt], options: PictureOptions, family: Family
     """Fill in what the prompts leave open, and repeat each with the seeds of its pictures."""
     usual = default_prompt(family.native_size)
     given = parse_prompt(f"--w {options.width or usual.width} --h {options.height or usual.height}", where="--width")
-    first_seed = random.randint(0, _LARGEST_SEED) if options.seed is None else options.seed
+    first_seed = random.randint(0, _LARGEST_DRAWN_SEED) if options.seed is None else options.seed
     defaults = replace(
         given,
         negative=options.negative_prompt,
@@ -127,6 +134,7 @@ def _complete(prompts: Sequence[Prompt], options: PictureOptions, family: Family
         sampler=options.sampler,
     )
     whole = [prompt.completed(defaults).fitted(family.size_multiple) for prompt in prompts]
+    refuse_sizes(family, whole)
     return [
         replace(prompt, seed=(prompt.seed or 0) + number)
         for prompt in whole

@@ -74,7 +74,8 @@ class EventLog:
             self._write_held()
 
     def _write_held(self) -> None:
-        data = "".join(self._held).encode()
+        # Names of files may hold bytes that are no text.
+        data = "".join(self._held).encode("utf-8", "replace")
         try:
             start = self._file.tell()
             written = self._file.write(data)

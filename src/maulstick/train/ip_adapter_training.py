@@ -21,7 +21,7 @@ from maulstick.adapters.ip_adapter_files import (
 )
 from maulstick.data.batches import BatchItem
 from maulstick.data.image_features import ImageFeatures
-from maulstick.data.images import read_rgb
+from maulstick.data.images import ImageError, read_rgb, verify_image
 from maulstick.data.index import Progress
 from maulstick.data.latents import Report
 from maulstick.data.records import DatasetIndex
@@ -143,7 +143,13 @@ class IpAdapterTraining(Trains):
         return f"{self.encoder.identity(feature_kind(self.spec))}/{references_digest(self._references)}"
 
     def check_data(self, index: DatasetIndex) -> None:
+        own = self.options.ip_adapter
         self._references = find_references(index.in_use, self.options.dataset.conditioning_data_dir)
+        if own.sample_ip_image is not None:
+            try:
+                verify_image(own.sample_ip_image)
+            except ImageError as error:
+                raise OptionError(f"sample_ip_image: {error}") from error
 
     # --- training ----------------------------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ def prepare(
     accumulation = options.run.gradient_accumulation_steps
     batches = BatchSchedule(index, seed, rank=rank, world=world, accumulation=accumulation)
     plan = make_plan(loaded, family, index, batches, trains, seed=seed)
+    family.refuse_sizes([bucket["resolution"] for bucket in plan.buckets], "resolution: a training picture")
     batches.total_steps = plan.total_steps
     # Names and rates are refused here, before minutes of caching, not when the optimizer is built.
     check_optimizer(

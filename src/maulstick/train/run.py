@@ -22,7 +22,7 @@ from maulstick.guard import GradientGuard
 from maulstick.options.check import guard_config
 from maulstick.options.load import LoadedOptions
 from maulstick.options.schema import SampleOptions, flat_values
-from maulstick.pictures.drawing import refuse_samplers
+from maulstick.pictures.drawing import refuse_samplers, refuse_sizes
 from maulstick.pictures.picture_files import PictureFacts
 from maulstick.pictures.prompts import Prompt, check_prompts, read_prompts
 from maulstick.train.average import weight_average
@@ -141,8 +141,10 @@ class TrainingRun:
             world=self.accelerator.num_processes,
             seed=seed,
         )
-        refuse_samplers(prepared.family, [prompt.sampler for prompt in self._prompts])
-        self._prompts = [prompt.fitted(prepared.family.size_multiple) for prompt in self._prompts]
+        family = prepared.family
+        refuse_samplers(family, [prompt.sampler for prompt in self._prompts])
+        self._prompts = [prompt.fitted(family.size_multiple) for prompt in self._prompts]
+        refuse_sizes(family, self._prompts, "sample_prompts: a picture")
         run = self.options.run
         uses_states = bool(run.resume or run.save_state or run.save_state_on_train_end)
         facts = run_facts(prepared, self.accelerator.num_processes) if uses_states else {}

@@ -54,7 +54,7 @@ def write_state(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]
         written = temporary / STATE_FILE
         all_facts = {**facts, "format": FORMAT, "bytes": written.stat().st_size, "sha256": file_hash(written)}
         with (temporary / FACTS_FILE).open("w", encoding="utf-8") as text:
-            json.dump(all_facts, text, indent=1, ensure_ascii=False)
+            json.dump(all_facts, text, indent=1)
             _to_disk(text)
         temporary.chmod(0o777 & ~current_umask())
         earlier = set_aside(folder)
