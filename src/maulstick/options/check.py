@@ -191,6 +191,8 @@ def _check_data(options: TrainOptions) -> None:
             reason = "latents are cached once, and such images are others each time. Remove one of them."
             raise _contradiction(name, "cache_latents", reason)
     width, height = parse_resolution(data.resolution)
+    if data.skip_image_resolution is not None:
+        parse_resolution(data.skip_image_resolution, "skip_image_resolution")
     if data.dataset_config is not None:
         for name in ("train_data_dir", "reg_data_dir"):
             if getattr(data, name) is not None:
