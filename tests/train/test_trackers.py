@@ -9,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from maulstick.errors import OptionError
 from maulstick.options.log_schema import LogOptions
 from maulstick.train.events import read_events
+from maulstick.train.loop import learning_rates
 from maulstick.train.trackers import check_trackers, open_trackers
 from tests.train.test_loop import UNET_ONLY
 
@@ -231,3 +233,13 @@ def test_real_wandb_takes_a_run_offline(make_run: Any, tmp_path: Path, monkeypat
     for name in (b"loss/average", b"loss/epoch_average", b"lr/unet", b"sample_0", b"a red shape"):
         assert name in content
     assert list(written.glob("files/media/images/sample_0_*.png"))
+
+
+def test_prodigy_plus_has_sd_scripts_name_for_its_step_too() -> None:
+    optimizer_class = pytest.importorskip("prodigyplus.prodigy_plus_schedulefree").ProdigyPlusScheduleFree
+    groups = [{"params": [torch.nn.Parameter(torch.ones(3))], "name": name} for name in ("textencoder", "unet")]
+    rates = learning_rates(optimizer_class(groups, lr=0.5, d0=1e-4, split_groups=False))
+    of_each = {
+        f"lr/{kind}{name}": rate for kind, rate in (("", 0.5), ("d*lr/", 5e-5)) for name in ("textencoder", "unet")
+    }
+    assert rates == pytest.approx({**of_each, "lr/d*lr": 5e-5})
