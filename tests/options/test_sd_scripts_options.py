@@ -142,10 +142,10 @@ def test_values_of_foreign_options_are_not_mistaken(load: Load, arguments: list[
 
 def test_the_command_line_beats_the_file_for_foreign_options_too(load: Load, tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text("fp8_base = true\n")
-    with pytest.raises(OptionError, match="fp8_base = true"):
+    file.write_text("torch_compile = true\n")
+    with pytest.raises(OptionError, match="torch_compile = true"):
         load("--config_file", str(file))
-    assert load("--config_file", str(file), "--fp8_base=false").notices == []
+    assert load("--config_file", str(file), "--torch_compile=false").notices == []
 
 
 def test_the_old_spelling_of_caption_extension(load: Load, tmp_path: Path) -> None:
