@@ -266,3 +266,18 @@ def test_varied_images_cannot_be_cached(load: Load, name: str, cache: str) -> No
     with pytest.raises(OptionError, match=f"{name} and cache_latents contradict each other: latents are cached once"):
         load(f"--{name}", f"--{cache}")
     assert load(f"--{name}").notices == []
+
+
+def test_options_about_reading_images(load: Load) -> None:
+    data = load("--vae_batch_size", "3", "--max_data_loader_n_workers", "0", "--skip_image_resolution", "512,768")
+    assert (data.options.dataset.vae_batch_size, data.options.dataset.max_data_loader_n_workers) == (3, 0)
+    assert data.notices == []
+    assert load("--vae_batch_size", "0").options.dataset.vae_batch_size is None
+    for arguments, message in (
+        (("--vae_batch_size", "-1"), "vae_batch_size = -1: expected at least 1"),
+        (("--max_data_loader_n_workers", "-1"), "max_data_loader_n_workers = -1: expected 0 or more"),
+        (("--skip_image_resolution", "big"), "skip_image_resolution is 'big'; expected one size"),
+        (("--resize_interpolation", "lancsos"), "lancsos"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            load(*arguments)

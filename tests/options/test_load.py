@@ -28,6 +28,7 @@ SPECIAL: dict[str, tuple[list[str], str, Any]] = {
     "up_lr_weight": (["0,0.5,1"], "[0, 0.5, 1]", "0,0.5,1"),
     "block_dims": (["4"], "4", "4"),
     "resolution": (["512,768"], '"512,768"', "512,768"),
+    "skip_image_resolution": (["512,768"], "[512, 768]", "512,768"),
     "bucket_reso_steps": (["32"], "32", 32),
     "max_bucket_reso": (["2048"], "2048", 2048),
     "lr_warmup_steps": (["5%"], '"5%"', "5%"),
@@ -313,7 +314,7 @@ def test_a_misspelt_option_is_an_error_that_names_the_right_one(name: str, tmp_p
         (["--network_dim"], "--network_dim requires an argument"),
         (["--seed", "1", "--seed", "2"], "--seed specified multiple times"),
         (["--mixed_precision", "fp61"], 'Invalid value "fp61" for --mixed_precision.*Did you mean "fp16"'),
-        (["--max_data_loader_n_workers", "--v2"], "--max_data_loader_n_workers needs a value"),
+        (["--zero_stage", "--v2"], "--zero_stage needs a value"),
         (["--help2"], "Unknown option '--help2'.*train --help"),
     ],
 )

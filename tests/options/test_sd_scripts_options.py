@@ -127,8 +127,8 @@ def test_options_without_effect_are_reported_in_one_line(load: Load) -> None:
 @pytest.mark.parametrize(
     "arguments, options",
     [
-        (["--xformers", "--max_data_loader_n_workers", "2", "--seed", "3"], ["xformers", "max_data_loader_n_workers"]),
-        (["--vae_batch_size=4", "--seed", "3", "--mem_eff_attn"], ["vae_batch_size", "mem_eff_attn"]),
+        (["--xformers", "--zero_stage", "3", "--seed", "3"], ["xformers", "zero_stage"]),
+        (["--dataset_repeats=4", "--seed", "3", "--mem_eff_attn"], ["dataset_repeats", "mem_eff_attn"]),
         (["--seed", "3", "--lowram", "--sdpa"], ["lowram", "sdpa"]),
     ],
 )

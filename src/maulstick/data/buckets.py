@@ -226,16 +226,31 @@ def bucket_option_findings(spec: DatasetSpec, table: Sequence[Size]) -> list[Fin
     return found
 
 
-def fit_to_bucket(pixels: NDArray[np.uint8], placement: Placement) -> NDArray[np.uint8]:
-    """Resize and crop an image, uint8 (height, width, 3), to its bucket.
+_FILTERS = {
+    "lanczos": Image.Resampling.LANCZOS,
+    "nearest": Image.Resampling.NEAREST,
+    "bilinear": Image.Resampling.BILINEAR,
+    "bicubic": Image.Resampling.BICUBIC,
+    "area": Image.Resampling.HAMMING,
+    "box": Image.Resampling.BOX,
+}
 
-    Shrinking uses Pillow's HAMMING filter and enlarging its LANCZOS. sd-scripts shrinks by area averaging (OpenCV) and
-    enlarges with LANCZOS; of Pillow's filters HAMMING comes nearest to area averaging over all ratios (BOX is exact at
-    whole ratios only, and skips pixels unevenly at others).
+
+def fit_to_bucket(
+    pixels: NDArray[np.uint8], placement: Placement, interpolation: str | None = None
+) -> NDArray[np.uint8]:
+    """Resize and crop an image, uint8 (height, width, 3), or a mask (height, width), to its bucket.
+
+    ``interpolation``: the filter, by its name in sd-scripts, in both directions.
+
+    Without it, shrinking uses Pillow's HAMMING filter and enlarging its LANCZOS. sd-scripts shrinks by area averaging
+    (OpenCV) and enlarges with LANCZOS; of Pillow's filters HAMMING comes nearest to area averaging
+    over all ratios (BOX is exact at whole ratios only, and skips pixels unevenly at others).
     """
     if (pixels.shape[1], pixels.shape[0]) != placement.resized:
         shrinks = pixels.shape[1] > placement.resized[0] and pixels.shape[0] > placement.resized[1]
-        resample = Image.Resampling.HAMMING if shrinks else Image.Resampling.LANCZOS
+        usual = Image.Resampling.HAMMING if shrinks else Image.Resampling.LANCZOS
+        resample = usual if interpolation is None else _FILTERS[interpolation]
         pixels = np.asarray(Image.fromarray(pixels).resize(placement.resized, resample))
     left, top, right, bottom = placement.crop
     return pixels[top:bottom, left:right].copy()

@@ -22,9 +22,9 @@ from maulstick.families.base import Conditioning, Family
 
 LATENTS = ProvenFormat("maulstick-latents-1", "latents", "latent")
 _MEANINGS = {"content": "the image has changed since", "encoder": "it was made with another VAE"}
-_FITTING = "hamming down, lanczos up, centre crop"
-_PREPARATION = f"white background, {_FITTING}"
-_COLOURS_KEPT = f"colours as they are below the alpha channel, {_FITTING}"
+_WHITE, _COLOURS_KEPT = "white background", "colours as they are below the alpha channel"
+_USUAL_FILTERS = "hamming down, lanczos up"
+_PREPARATION = f"{_WHITE}, {_USUAL_FILTERS}, centre crop"
 _LONGEST_STEM = 100
 
 
@@ -56,7 +56,8 @@ def latent_key(record: ImageRecord, flipped: bool, encoder: str) -> LatentKey:
     """Return the key of a record's latent."""
     placement = record.placement
     by_alpha = record.mask is not None and record.mask.channel == "alpha"
-    preparation = _COLOURS_KEPT if by_alpha else _PREPARATION
+    filters = record.subset.resize_interpolation or _USUAL_FILTERS
+    preparation = f"{_COLOURS_KEPT if by_alpha else _WHITE}, {filters}, centre crop"
     return LatentKey(record.content_hash, encoder, placement.resized, placement.crop, flipped, preparation)
 
 

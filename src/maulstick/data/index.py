@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from hashlib import sha256
+from math import prod
 from pathlib import Path
 
 from maulstick.data.buckets import BucketChooser, bucket_option_findings, size_text
 from maulstick.data.caption_files import AssignedCaption, assign_captions, caption_extensions
-from maulstick.data.findings import Finding, Severity, by_severity, counted
+from maulstick.data.findings import Finding, Severity, by_severity, counted, names
 from maulstick.data.image_findings import (
     CheckedFile,
     dataset_findings,
@@ -63,6 +65,7 @@ def build_index(
                 findings += root_findings(root, option)
         candidates += _candidates(spec, number, findings)
     checked = _check_files([candidate.path for candidate in candidates], verify, workers, progress)
+    candidates = _large_enough(candidates, checked, specs, findings)
     masks = Masks([(candidate.path, candidate.subset) for candidate in candidates], checked, workers)
     images: list[ImageRecord] = []
     for candidate in candidates:
@@ -168,6 +171,31 @@ def _check_file(path: Path, verify: bool) -> CheckedFile:
     except OSError as error:
         return ImageError(path, f"cannot be read ({error.strerror or error})")
     return facts, sha256(content).hexdigest()
+
+
+def _large_enough(
+    candidates: Sequence[_Candidate],
+    checked: Mapping[Path, CheckedFile],
+    specs: Sequence[DatasetSpec],
+    findings: list[Finding],
+) -> list[_Candidate]:
+    """Leave out what ``skip_image_resolution`` leaves out: images of no more pixels than that size has."""
+    kept: list[_Candidate] = []
+    small: dict[int, list[Path]] = defaultdict(list)
+    for candidate in candidates:
+        limit, result = specs[candidate.dataset].skip_image_resolution, checked[candidate.path]
+        if limit is None or isinstance(result, ImageError) or prod(result[0].size) > prod(limit):
+            kept.append(candidate)
+        else:
+            small[candidate.dataset].append(candidate.path)
+    for number, paths in small.items():
+        spec = specs[number]
+        message = (
+            f"{spec.source}: {counted(len(paths), 'image')} of no more pixels than "
+            f"{size_text(spec.skip_image_resolution or (0, 0))} left out by skip_image_resolution ({names(paths)})."
+        )
+        findings.append(Finding(Severity.WARNING, "image_skipped", tuple(paths), message))
+    return kept
 
 
 def _record(

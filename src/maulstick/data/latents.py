@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby, islice
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
@@ -31,18 +27,28 @@ from maulstick.data.findings import Finding, Severity
 from maulstick.data.index import Progress
 from maulstick.data.pixels import Picture, View, read_mask, read_picture
 from maulstick.data.proven_files import CacheMismatch
+from maulstick.data.read_ahead import read_ahead
 from maulstick.data.records import DatasetIndex, ImageRecord
 from maulstick.errors import DataError
 from maulstick.families.base import Family
 
 Report = Callable[[Finding], None]
-Job = TypeVar("Job")
-Read = TypeVar("Read")
 
 _PIXELS_AT_ONCE = 512 * 512
 """Images are encoded together up to this many pixels: one at 512x512, 64 at 64x64."""
-_DECODED_AHEAD = 2
-"""Batches that are decoded while another one is encoded or trained."""
+
+
+@dataclass(frozen=True)
+class Making:
+    """How latents are made.
+
+    Attributes:
+        at_once: most images that are encoded together, None for as many as their size allows.
+        threads: most threads that read images, see ``read_ahead``.
+    """
+
+    at_once: int | None = None
+    threads: int | None = None
 
 
 class LatentSource(ABC):
@@ -58,7 +64,13 @@ class LatentSource(ABC):
     needs_vae: bool
 
     def __init__(
-        self, index: DatasetIndex, family: Family, *, device: torch.device | str = "cpu", report: Report | None = None
+        self,
+        index: DatasetIndex,
+        family: Family,
+        *,
+        device: torch.device | str = "cpu",
+        report: Report | None = None,
+        making: Making = Making(),
     ):
         """``device``: where pixels are put for encoding. ``report`` is called with every finding as it comes up."""
         self.index = index
@@ -66,6 +78,7 @@ class LatentSource(ABC):
         self.device = device
         self.findings: list[Finding] = []
         self.excluded: set[int] = set()
+        self.making = making
         self._report = report
         self._reported: set[tuple[str, Path]] = set()
 
@@ -100,6 +113,11 @@ class LatentSource(ABC):
 
     def _encode(self, records: Sequence[ImageRecord], pictures: Sequence[Picture]) -> list[Tensor | None]:
         """Encode images of one bucket; None for one whose latents are not finite even in fp32, which is excluded."""
+        size = self.making.at_once or len(records)
+        parts = (slice(start, start + size) for start in range(0, len(records), size))
+        return [latent for part in parts for latent in self._encode_at_once(records[part], pictures[part])]
+
+    def _encode_at_once(self, records: Sequence[ImageRecord], pictures: Sequence[Picture]) -> list[Tensor | None]:
         pixels = torch.stack([_as_tensor(picture.pixels) for picture in pictures]).to(self.device)
         with torch.no_grad():
             latents = self.family.encode_images(pixels).to("cpu", torch.float32)
@@ -169,10 +187,11 @@ class CachedLatents(LatentSource):
         to_disk: bool = False,
         device: torch.device | str = "cpu",
         report: Report | None = None,
+        making: Making = Making(),
         memory_limit: int = 4 << 30,
     ):
         """``memory_limit``: bytes of latents kept in memory when ``to_disk`` is set; without it all are."""
-        super().__init__(index, family, device=device, report=report)
+        super().__init__(index, family, device=device, report=report, making=making)
         self.to_disk = to_disk
         self.memory_limit = memory_limit
         # The identity takes a hash over all of the VAE's weights, which only files need: memory dies with the family.
@@ -230,7 +249,7 @@ class CachedLatents(LatentSource):
     def _read_masks(self) -> None:
         """Read all masks. They are small, and no encoder is waited for: files of their own would save nothing."""
         records = [record for record in self.index.in_use if record.mask is not None]
-        for (record,), (mask,) in _ahead([(record,) for record in records], read_mask, lambda job: [View(*job)]):
+        for record, (mask,) in read_ahead(records, read_mask, lambda record: [View(record)], self.making.threads):
             if mask is not None:
                 width, height = record.placement.bucket
                 grid = (height // self.family.vae_scale, width // self.family.vae_scale)
@@ -280,10 +299,10 @@ class CachedLatents(LatentSource):
     def _made(self, views: list[View]) -> Iterator[tuple[list[View], list[Tensor | None]]]:
         batches: list[list[View]] = []
         for bucket, same in groupby(views, key=lambda view: view.placement.bucket):
-            size = max(1, _PIXELS_AT_ONCE // (bucket[0] * bucket[1]))
+            size = self.making.at_once or max(1, _PIXELS_AT_ONCE // (bucket[0] * bucket[1]))
             while batch := list(islice(same, size)):
                 batches.append(batch)
-        for batch, pictures in _ahead(batches, read_picture, lambda batch: batch):
+        for batch, pictures in read_ahead(batches, read_picture, lambda batch: batch, self.making.threads):
             yield batch, self._encode([view.record for view in batch], pictures)
 
 
@@ -308,7 +327,7 @@ class FreshLatents(LatentSource):
         The other one is the next of the same bucket and dataset, so that sizes and counts stay as planned.
         """
         batches = schedule.epoch(epoch, start)
-        for batch, pictures in _ahead(batches, read_picture, lambda batch: [item.view for item in batch.items]):
+        for batch, pictures in read_ahead(batches, read_picture, _views, self.making.threads):
             items, kept = list(batch.items), []
             for place, latent in enumerate(self._encode([item.record for item in items], pictures)):
                 if latent is None:
@@ -340,6 +359,10 @@ class FreshLatents(LatentSource):
         return latent
 
 
+def _views(batch: MicroBatch) -> list[View]:
+    return [item.view for item in batch.items]
+
+
 def _put_together(
     batch: MicroBatch, items: Sequence[BatchItem], pictures: Sequence[Picture], latents: Sequence[Tensor]
 ) -> tuple[MicroBatch, Tensor]:
@@ -347,22 +370,3 @@ def _put_together(
     masks = [None if picture.mask is None else mask_on_grid(picture.mask, stacked.shape[-2:]) for picture in pictures]
     masked = [_with_mask(item, mask) for item, mask in zip(items, masks, strict=True)]
     return replace(batch, items=tuple(masked)), stacked
-
-
-def _ahead(
-    jobs: Iterable[Job], read: Callable[[View], Read], views_of: Callable[[Job], Sequence[View]]
-) -> Iterator[tuple[Job, list[Read]]]:
-    """Yield each job with what is read of its images, while threads read those of the next ones."""
-    pool = ThreadPoolExecutor(min(4, os.cpu_count() or 1))
-    waiting: deque[tuple[Job, list[Future[Read]]]] = deque()
-    try:
-        for job in jobs:
-            waiting.append((job, [pool.submit(read, view) for view in views_of(job)]))
-            if len(waiting) > _DECODED_AHEAD:
-                first, images = waiting.popleft()
-                yield first, [image.result() for image in images]
-        while waiting:
-            first, images = waiting.popleft()
-            yield first, [image.result() for image in images]
-    finally:
-        pool.shutdown(cancel_futures=True)

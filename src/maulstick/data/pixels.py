@@ -57,23 +57,27 @@ def read_picture(view: View) -> Picture:
         colours = read_rgb(record.path, content)
         if mask is not None:
             values = _mask_values(mask)
-    pixels = fit_to_bucket(colours, view.placement)
+    pixels = _fitted(colours, view)
     if view.colours is not None:
         pixels = view.colours.applied(pixels)
     if view.flipped:
         pixels = np.ascontiguousarray(pixels[:, ::-1])
-    return Picture(pixels, None if values is None else fit_to_bucket(values, view.placement))
+    return Picture(pixels, None if values is None else _fitted(values, view))
 
 
 def read_mask(view: View) -> NDArray[np.uint8] | None:
     """Return what ``read_picture`` gives as the mask, without the picture."""
     mask = view.record.mask
-    return None if mask is None else fit_to_bucket(_mask_values(mask), view.placement)
+    return None if mask is None else _fitted(_mask_values(mask), view)
 
 
 def read_pixels(record: ImageRecord, flipped: bool) -> NDArray[np.uint8]:
     """Return the pixels of an image as its placement has it, see ``read_picture``."""
     return read_picture(View(record, flipped)).pixels
+
+
+def _fitted(values: NDArray[np.uint8], view: View) -> NDArray[np.uint8]:
+    return fit_to_bucket(values, view.placement, view.record.subset.resize_interpolation)
 
 
 def _mask_values(mask: Mask) -> NDArray[np.uint8]:

@@ -162,6 +162,7 @@ def datasets_metadata(index: DatasetIndex) -> list[dict[str, Any]]:
                     "color_aug": subset.color_aug,
                     "flip_aug": subset.flip_aug,
                     "random_crop": subset.random_crop,
+                    "resize_interpolation": subset.resize_interpolation,
                     "shuffle_caption": subset.shuffle_caption,
                     "keep_tokens": subset.keep_tokens,
                     "image_dir": subset.image_dir.name,

@@ -58,14 +58,14 @@ def parse_folder_name(name: str) -> tuple[int, str] | None:
         return None
 
 
-def parse_resolution(text: str) -> tuple[int, int]:
-    """Return (width, height) of ``"512"`` or ``"512,768"``; anything else is an OptionError."""
+def parse_resolution(text: str, name: str = "resolution") -> tuple[int, int]:
+    """Return (width, height) of ``"512"`` or ``"512,768"``; anything else is an OptionError about option ``name``."""
     try:
         sides = [int(side) for side in text.split(",")]
     except ValueError:
         sides = []
     if len(sides) not in (1, 2) or min(sides) < 1:
-        raise OptionError(f"resolution is '{text}'; expected one size such as 512, or width,height such as 512,768.")
+        raise OptionError(f"{name} is '{text}'; expected one size such as 512, or width,height such as 512,768.")
     return sides[0], sides[-1]
 
 
@@ -117,7 +117,7 @@ def dataset_specs(options: DatasetOptions) -> list[DatasetSpec]:
             prior_loss_weight=options.prior_loss_weight,
             train_data_dir=train_root,
             reg_data_dir=reg_root,
-            **{name: defaults[name] for name in DATASET_KEYS},
+            **{name: defaults[name] for name in DATASET_KEYS if name in defaults},
         )
     ]
 
@@ -152,6 +152,8 @@ def _folder_subset(folder: Path, defaults: Mapping[str, Any], *, is_reg: bool) -
 def _command_line_values(options: DatasetOptions) -> dict[str, Any]:
     values = {name: getattr(options, name) for name in (*DATASET_KEYS, *SUBSET_KEYS) if hasattr(options, name)}
     values |= {"batch_size": options.train_batch_size, "resolution": parse_resolution(options.resolution)}
+    if options.skip_image_resolution is not None:
+        values["skip_image_resolution"] = parse_resolution(options.skip_image_resolution, "skip_image_resolution")
     shown_names = {"batch_size": "train_batch_size"}
     checks = DATASET_KEYS | SUBSET_KEYS
     values = {

@@ -68,7 +68,7 @@ def read_description(
                 subsets=tuple(subsets),
                 prior_loss_weight=prior_loss_weight,
                 source=where,
-                **{name: values[name] for name in DATASET_KEYS},
+                **{name: values[name] for name in DATASET_KEYS if name in values},
             )
         )
     return specs

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from cyclopts import Parameter
 
 from maulstick.options import groups
+
+Interpolation = Literal["lanczos", "nearest", "bilinear", "linear", "bicubic", "cubic", "area", "box"]
 
 
 @Parameter(name="*", group=groups.DATA)
@@ -21,6 +24,10 @@ class DatasetOptions:
     """Dataset description as sd-scripts' TOML, instead of train_data_dir."""
     resolution: str = "512"
     """Training size in pixels: N or WIDTH,HEIGHT."""
+    resize_interpolation: Interpolation | None = None
+    """Filter for resizing images; without it area averaging to shrink and lanczos to enlarge."""
+    skip_image_resolution: str | None = None
+    """Leave out images of no more pixels than this size has: N or WIDTH,HEIGHT."""
     train_batch_size: int = 1
     """Images per micro-batch and process."""
     caption_extension: str = ".txt"
@@ -77,6 +84,10 @@ class DatasetOptions:
     """Encode all images once before training and keep the latents in memory."""
     cache_latents_to_disk: bool = False
     """The same, kept as files beside the images for the next run."""
+    vae_batch_size: int | None = None
+    """Images encoded at once; without it as many as their size allows."""
+    max_data_loader_n_workers: int | None = None
+    """Most threads that read images while latents are made (four without it); 0 reads them in the training thread."""
     cache_text_encoder_outputs: bool = False
     """Encode captions once; the text encoder leaves the device where captions don't vary."""
     prior_loss_weight: float = 1.0

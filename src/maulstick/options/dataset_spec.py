@@ -14,6 +14,7 @@ from maulstick.options.dataset_values import (
     boolean,
     extension,
     fraction_or_steps,
+    interpolation,
     separator,
     share,
     size,
@@ -32,6 +33,7 @@ class SubsetSpec:
         caption_extension: extension looked for first, with its dot; ``.txt`` and ``.caption`` follow.
         alpha_mask: the alpha channels of its images are masks.
         conditioning_data_dir: folder of masks, None where there are none.
+        resize_interpolation: filter for resizing, None for the usual ones.
         image_dir_note: how ``image_dir`` was found, where that needs saying.
     """
 
@@ -58,6 +60,7 @@ class SubsetSpec:
     color_aug: bool = False
     alpha_mask: bool = False
     conditioning_data_dir: Path | None = None
+    resize_interpolation: str | None = None
     validation_split: float = 0.0
     validation_seed: int | None = None
     image_dir_note: str | None = None
@@ -69,6 +72,7 @@ class DatasetSpec:
 
     Attributes:
         train_data_dir, reg_data_dir: the folders that ``subsets`` were found in, None for a dataset description.
+        skip_image_resolution: images of no more pixels than this size has are left out; None leaves out none.
         source: where this comes from, for messages: an option name, or file and table.
     """
 
@@ -80,6 +84,7 @@ class DatasetSpec:
     max_bucket_reso: int = 1024
     bucket_reso_steps: int = 64
     bucket_no_upscale: bool = False
+    skip_image_resolution: tuple[int, int] | None = None
     prior_loss_weight: float = 1.0
     train_data_dir: Path | None = None
     reg_data_dir: Path | None = None
@@ -108,6 +113,7 @@ DATASET_KEYS: dict[str, Check] = {
     "max_bucket_reso": whole_number(1),
     "bucket_reso_steps": whole_number(1),
     "bucket_no_upscale": boolean,
+    "skip_image_resolution": size,
 }
 SUBSET_KEYS: dict[str, Check] = {
     "num_repeats": whole_number(0),
@@ -130,6 +136,7 @@ SUBSET_KEYS: dict[str, Check] = {
     "random_crop": boolean,
     "color_aug": boolean,
     "alpha_mask": boolean,
+    "resize_interpolation": interpolation,
     "validation_split": share,
     "validation_seed": whole_number(0),
 }
@@ -141,8 +148,6 @@ NOT_SUPPORTED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "face_crop_aug_range": ("crops around faces whose places are in file names; cut the faces out into images", ()),
     "metadata_file": ("captions and tags from one JSON file", ()),
     "network_multiplier": ("another strength of the network for one dataset", (1,)),
-    "resize_interpolation": ("another filter for resizing", ()),
-    "skip_image_resolution": ("leaving out images below a size", ()),
 }
 """sd-scripts' other keys: what each does, and the values that mean "off", which are accepted."""
 

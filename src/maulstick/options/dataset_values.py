@@ -50,6 +50,19 @@ def size(value: Any) -> tuple[int, int]:
     return sides[0], sides[1]
 
 
+_OTHER_NAMES = {"linear": "bilinear", "cubic": "bicubic"}
+INTERPOLATIONS = ("lanczos", "nearest", "bilinear", "bicubic", "area", "box")
+"""Filters for resizing, each under one name."""
+
+
+def interpolation(value: Any) -> str:
+    """Return the name of a filter for resizing."""
+    name = _OTHER_NAMES.get(value, value) if isinstance(value, str) else None
+    if name not in INTERPOLATIONS:
+        raise ValueError(f"one of {', '.join((*INTERPOLATIONS, *_OTHER_NAMES))}")
+    return name
+
+
 def extension(value: Any) -> str:
     """Return a file extension with its dot."""
     ending = text(value).strip()

@@ -27,6 +27,7 @@ from maulstick.options.values import argument_value, convert_toml_value, option_
 ZERO_MEANS_OFF = frozenset(
     {
         "clip_skip",
+        "vae_batch_size",
         "network_dropout",
         "rank_dropout",
         "module_dropout",

@@ -100,8 +100,6 @@ _DATA: dict[str, NoEffect | Refused | Renamed] = {
         "crops around faces, whose places are read from file names, are not supported; cut the faces out into images "
         "of their own beside the whole ones, or use random_crop"
     ),
-    "resize_interpolation": _later("choosing the filter for resizing"),
-    "skip_image_resolution": _later("leaving out images below a size"),
     "train_inpainting": _later("training for inpainting", default=False),
     "in_json": Refused("image lists in JSON are not supported; use train_data_dir or dataset_config"),
     "dataset_repeats": NoEffect("only used with in_json", 1),
@@ -109,9 +107,7 @@ _DATA: dict[str, NoEffect | Refused | Renamed] = {
     "debug_dataset": Refused("use `maulstick check`, which shows what would be trained", False),
     "cache_info": NoEffect("images and captions are always read and checked at the start", False),
     "skip_cache_check": NoEffect("caches are always checked, by content", False),
-    "vae_batch_size": NoEffect("images are encoded together as their size allows", 1, (0,)),
-    "max_data_loader_n_workers": NoEffect("images are read by threads, as many as help", 8, (0,)),
-    "persistent_data_loader_workers": NoEffect("images are read by threads, as many as help", False),
+    "persistent_data_loader_workers": NoEffect("images are read by threads, which start at once", False),
 }
 
 _RUN: dict[str, NoEffect | Refused | Renamed] = {
@@ -287,6 +283,9 @@ DIFFERENCES: Mapping[str, str] = {
     "random_crop": "after resizing to the bucket (sd-scripts without buckets: from the image in its own size)",
     "color_aug": "also saturation, brightness and contrast, chance 1/2 (sd-scripts: hue or gamma, 1/3)",
     "weighted_captions": "states keep their mean, as in the web UI; also with cache_text_encoder_outputs; not for SD3",
+    "resize_interpolation": "Pillow's filters, which widen when shrinking (OpenCV's don't); also box",
+    "vae_batch_size": "without it as many as their size allows (sd-scripts: 1)",
+    "max_data_loader_n_workers": "threads, and without it four (sd-scripts: processes, eight)",
     "ema_decay": "saving a running average of the weights",
     "console": "terminal output",
     "log_details_every_n_steps": "norms by block and losses by timestep in the event log",

@@ -16,7 +16,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 from maulstick.errors import OptionError, nearest_name_hint
 from maulstick.options.schema import TrainOptions
 
-NUMBERS_ACCEPTED_AS_TEXT = frozenset({"resolution", "lr_warmup_steps", "lr_decay_steps"})
+NUMBERS_ACCEPTED_AS_TEXT = frozenset({"resolution", "skip_image_resolution", "lr_warmup_steps", "lr_decay_steps"})
 LISTS_ACCEPTED_AS_TEXT = frozenset(
     {
         *("down_lr_weight", "mid_lr_weight", "up_lr_weight"),
@@ -44,15 +44,15 @@ def _without_none(hint: Any) -> Any:
 def convert_toml_value(name: str, value: Any, where: str) -> Any:
     """Return the TOML value of option ``name`` in the type of its field.
 
-    Numbers in quotes are taken as numbers (``"1e-4"``), and whole numbers may be written as ``8.0``. ``resolution`` may
-    be a number or a list of two; a list of rates may be one number; numbers by block may be a list. ``block_lr`` is a
+    Numbers in quotes are taken as numbers (``"1e-4"``), and whole numbers may be written as ``8.0``. Sizes may be
+    a number or a list of two; a list of rates may be one number; numbers by block may be a list. ``block_lr`` is a
     table, the name of a preset, or the table's entries as texts.
 
     Raises:
         OptionError: the value has another type; the message names option, place, value and what was expected.
     """
     try:
-        if name == "resolution" and isinstance(value, list) and value:
+        if name in ("resolution", "skip_image_resolution") and isinstance(value, list) and value:
             return ",".join(str(_whole_number(side)) for side in value)
         if name in NUMBERS_ACCEPTED_AS_TEXT and _is_number(value):
             return str(value)

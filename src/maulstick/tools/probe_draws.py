@@ -21,6 +21,7 @@ from maulstick.train.console import RunConsole
 from maulstick.train.objective import NoisyBatch, draw_noise, image_losses
 from maulstick.train.prepare import Prepared
 from maulstick.train.seeds import derive_seed
+from maulstick.train.sources import how_to_make
 from maulstick.train.trainee import Trainee
 
 Item = TypeVar("Item")
@@ -73,7 +74,8 @@ def take_images(prepared: Prepared, count: int, console: RunConsole) -> list[Pro
         console.say(f"{finding.severity}: {finding.message}")
 
     # Kept in memory: a measurement leaves no files beside the user's images.
-    latents = CachedLatents(index, family, to_disk=False, device=family.device, report=report)
+    making = how_to_make(prepared.options.dataset)
+    latents = CachedLatents(index, family, to_disk=False, device=family.device, report=report, making=making)
     latents.prepare()
     family.release_encoders(vae=True, text_encoders=False)
     items = [

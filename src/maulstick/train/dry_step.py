@@ -22,6 +22,7 @@ from maulstick.train.loop import TrainingLoop
 from maulstick.train.memory import peak_memory
 from maulstick.train.prepare import Prepared
 from maulstick.train.run import TrainingRun
+from maulstick.train.sources import how_to_make
 
 _BATCHES_LOOKED_AT = 1000
 
@@ -89,7 +90,7 @@ def _dry_step(loaded: LoadedOptions, prepared: Prepared) -> DryRun:
     )
     run = TrainingRun(replace(loaded, options=unwritten), console=QuietConsole())
     family, device = prepared.family, prepared.family.device
-    source = FreshLatents(prepared.index, family, device=device)
+    source = FreshLatents(prepared.index, family, device=device, making=how_to_make(options.dataset))
     source.needs_vae = not options.dataset.cache_latents
     batch = largest_batch(prepared.batches)
     batch, latents = source.filled(batch)

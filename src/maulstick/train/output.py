@@ -176,6 +176,7 @@ class AdapterOutput:
             "clip_skip": o.model.clip_skip,
             "max_token_length": o.model.max_token_length if o.model.max_token_length > 75 else None,
             "cache_latents": o.dataset.cache_latents,
+            "resize_interpolation": o.dataset.resize_interpolation,
             "caption_dropout_rate": o.dataset.caption_dropout_rate,
             "caption_dropout_every_n_epochs": o.dataset.caption_dropout_every_n_epochs,
             "caption_tag_dropout_rate": o.dataset.caption_tag_dropout_rate,

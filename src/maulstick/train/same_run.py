@@ -31,7 +31,7 @@ FREE = frozenset(
     {
         *("pretrained_model_name_or_path", "train_data_dir", "reg_data_dir", "dataset_config", "network_weights"),
         *("base_weights", "base_weights_multiplier"),
-        *("image_encoder", "conditioning_data_dir", "sample_ip_image"),
+        *("image_encoder", "conditioning_data_dir", "sample_ip_image", "max_data_loader_n_workers"),
         *("output_dir", "output_name", "save_model_as", "save_precision", "no_metadata", "training_comment"),
         *("save_every_n_epochs", "save_every_n_steps", "save_last_n_epochs", "save_last_n_steps"),
         *("save_state", "save_state_on_train_end", "save_last_n_epochs_state", "save_last_n_steps_state"),
@@ -41,7 +41,7 @@ FREE = frozenset(
 """Options that may differ without a word: what they lead to is compared itself, or they don't touch what is learned."""
 COUNTS_FROM_NOW_ON = frozenset(
     {
-        *("cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs"),
+        *("cache_latents", "cache_latents_to_disk", "cache_text_encoder_outputs", "vae_batch_size"),
         "cache_image_features_to_disk",
     }
 )

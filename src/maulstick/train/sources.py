@@ -10,14 +10,19 @@ from accelerate import Accelerator
 from maulstick.data.cache import TextStateCache
 from maulstick.data.captions import possible_captions
 from maulstick.data.index import Progress
-from maulstick.data.latents import CachedLatents, FreshLatents, LatentSource, Report
-from maulstick.options.schema import TrainOptions
+from maulstick.data.latents import CachedLatents, FreshLatents, LatentSource, Making, Report
+from maulstick.options.schema import DatasetOptions, TrainOptions
 from maulstick.train.conditioner import Conditioner
 from maulstick.train.console import RunConsole
 from maulstick.train.prepare import Prepared
 from maulstick.train.validation import judged_captions
 
 Result = TypeVar("Result")
+
+
+def how_to_make(dataset: DatasetOptions) -> Making:
+    """Return what the options say about the making of latents."""
+    return Making(at_once=dataset.vae_batch_size, threads=dataset.max_data_loader_n_workers)
 
 
 class Sources:
@@ -31,9 +36,16 @@ class Sources:
         dataset = self.options.dataset
         device = self.accelerator.device
         if not dataset.cache_latents:
-            return FreshLatents(prepared.index, prepared.family, device=device, report=self.report)
+            return FreshLatents(
+                prepared.index, prepared.family, device=device, report=self.report, making=how_to_make(dataset)
+            )
         latents = CachedLatents(
-            prepared.index, prepared.family, to_disk=dataset.cache_latents_to_disk, device=device, report=self.report
+            prepared.index,
+            prepared.family,
+            to_disk=dataset.cache_latents_to_disk,
+            device=device,
+            report=self.report,
+            making=how_to_make(dataset),
         )
         self._with_progress("caching latents", latents.prepare, in_turn=dataset.cache_latents_to_disk)
         prepared.family.release_encoders(vae=True, text_encoders=False)
