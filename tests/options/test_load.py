@@ -28,6 +28,7 @@ SPECIAL: dict[str, tuple[list[str], str, Any]] = {
     "up_lr_weight": (["0,0.5,1"], "[0, 0.5, 1]", "0,0.5,1"),
     "block_dims": (["4"], "4", "4"),
     "resolution": (["512,768"], '"512,768"', "512,768"),
+    "skip_image_resolution": (["512,768"], "[512, 768]", "512,768"),
     "bucket_reso_steps": (["32"], "32", 32),
     "max_bucket_reso": (["2048"], "2048", 2048),
     "lr_warmup_steps": (["5%"], '"5%"', "5%"),

@@ -12,7 +12,7 @@ from maulstick.errors import OptionError
 from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.blocks import BLOCK_RANKS, PART_WEIGHTS, check_blocks
-from maulstick.options.dataset_config import parse_resolution
+from maulstick.options.check_data import check_data, contradiction
 from maulstick.options.ip_adapter import check_ip_adapter
 from maulstick.options.log_schema import LogOptions
 from maulstick.options.network_types import check_network_type
@@ -54,7 +54,7 @@ def check_train_options(
     check_network_type(options.network, given)
     check_ip_adapter(options, given, with_files=with_files)
     _check_rates(options)
-    _check_data(options)
+    check_data(options)
     check_schedule(options.schedule)
     check_objective(options.objective)
     _check_samples(options)
@@ -107,10 +107,6 @@ def _check_required(options: TrainOptions, *, with_output: bool) -> None:
 # ---------------------------------------------------------------------------------------- contradictions
 
 
-def _contradiction(first: str, second: str, explanation: str) -> OptionError:
-    return OptionError(f"{first} and {second} contradict each other: {explanation}")
-
-
 def _check_network(options: TrainOptions, given: Collection[str]) -> None:
     network = options.network
     if network.network_module not in ("networks.lora", "networks.lora_sd3"):
@@ -125,7 +121,7 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
             "Remove it."
         )
     if network.network_train_unet_only and network.network_train_text_encoder_only:
-        raise _contradiction(
+        raise contradiction(
             "network_train_unet_only",
             "network_train_text_encoder_only",
             "nothing would be trained. Remove one or both.",
@@ -136,7 +132,7 @@ def _check_network(options: TrainOptions, given: Collection[str]) -> None:
     if network.dim_from_weights and network.network_weights is None:
         raise OptionError("dim_from_weights is given without network_weights. Name the file to take the ranks from.")
     if options.dataset.cache_text_encoder_outputs and _text_encoder_rate(options):
-        raise _contradiction(
+        raise contradiction(
             "cache_text_encoder_outputs",
             "training the text encoder",
             "its outputs change meanwhile. Add network_train_unet_only, or remove cache_text_encoder_outputs.",
@@ -164,13 +160,13 @@ def _check_rates(options: TrainOptions) -> None:
     check_text_encoder_rates(optimizer)
     stated = [*(optimizer.text_encoder_lr or []), optimizer.text_encoder_lr1, optimizer.text_encoder_lr2]
     if network.network_train_unet_only and any(stated):
-        raise _contradiction(
+        raise contradiction(
             "network_train_unet_only",
             f"text_encoder_lr = {max(rate for rate in stated if rate):g}",
             "the text encoder is not trained. Remove one.",
         )
     if network.network_train_text_encoder_only and optimizer.unet_lr:
-        raise _contradiction(
+        raise contradiction(
             "network_train_text_encoder_only",
             f"unet_lr = {optimizer.unet_lr:g}",
             "the UNet is not trained. Remove one.",
@@ -182,74 +178,10 @@ def _check_rates(options: TrainOptions) -> None:
         )
 
 
-def _check_data(options: TrainOptions) -> None:
-    data = options.dataset
-    _check_masks(data, options.network.network_type)
-    for name in ("random_crop", "color_aug"):
-        # With a description, what its subsets say counts.
-        if getattr(data, name) and data.cache_latents and data.dataset_config is None:
-            reason = "latents are cached once, and such images are others each time. Remove one of them."
-            raise _contradiction(name, "cache_latents", reason)
-    width, height = parse_resolution(data.resolution)
-    if data.skip_image_resolution is not None:
-        parse_resolution(data.skip_image_resolution, "skip_image_resolution")
-    if data.dataset_config is not None:
-        for name in ("train_data_dir", "reg_data_dir"):
-            if getattr(data, name) is not None:
-                raise _contradiction("dataset_config", name, "both name image folders. Leave one of them out.")
-        return
-    if data.min_bucket_reso > data.max_bucket_reso:
-        raise _contradiction(
-            f"min_bucket_reso = {data.min_bucket_reso}",
-            f"max_bucket_reso = {data.max_bucket_reso}",
-            "it must be smaller.",
-        )
-    if not data.enable_bucket:
-        if width % 8 or height % 8:
-            raise OptionError(f"resolution = {data.resolution}: the sides of an image must be multiples of 8 pixels.")
-        return
-    for name, fits in (
-        ("min_bucket_reso", data.min_bucket_reso <= min(width, height)),
-        ("max_bucket_reso", data.max_bucket_reso >= max(width, height)),
-    ):
-        if not fits:
-            raise _contradiction(
-                f"{name} = {getattr(data, name)}",
-                f"resolution = {data.resolution}",
-                "the size of training must lie between min_bucket_reso and max_bucket_reso. Change one of them.",
-            )
-
-
-def _check_masks(data: DatasetOptions, network_type: str) -> None:
-    is_ip_adapter = network_type == "ip_adapter"
-    if data.conditioning_data_dir is not None:
-        if data.masked_loss and is_ip_adapter:
-            raise _contradiction(
-                "masked_loss",
-                "conditioning_data_dir",
-                "it is the folder of an IP-Adapter's reference images. Name the masks in a dataset_config, each "
-                "subset with a conditioning_data_dir of its own, or use alpha_mask.",
-            )
-        if not data.masked_loss and not is_ip_adapter:
-            raise OptionError(
-                "conditioning_data_dir is given, but nothing uses it: it holds masks with masked_loss, and reference "
-                "images with network_type = ip_adapter. Add one of them, or remove it."
-            )
-        if data.masked_loss and data.alpha_mask:
-            raise _contradiction(
-                "alpha_mask", "conditioning_data_dir", "masks are either alpha channels or files. Remove one of them."
-            )
-    elif data.masked_loss and not data.alpha_mask and data.dataset_config is None:
-        raise OptionError(
-            "masked_loss is given without masks. Give conditioning_data_dir (a folder of masks named as the images) or "
-            "alpha_mask (the images' alpha channels)."
-        )
-
-
 def _check_samples(options: TrainOptions) -> None:
     sample = options.sample
     if options.run.fsdp_base and sample.sample_prompts is not None:
-        raise _contradiction(
+        raise contradiction(
             "fsdp_base",
             "sample_prompts",
             "the first process draws, but holds only a part of the base. Draw with the saved file instead: "
@@ -263,7 +195,7 @@ def _check_samples(options: TrainOptions) -> None:
 
 def _check_output(options: TrainOptions) -> None:
     if options.run.save_model_as != "safetensors" and options.network.network_type == "ip_adapter":
-        raise _contradiction(
+        raise contradiction(
             f"save_model_as = {options.run.save_model_as}",
             "network_type = ip_adapter",
             "IP-Adapters are saved as safetensors. `maulstick convert --to comfyui` makes a .bin of one.",
@@ -283,7 +215,7 @@ def _check_fp8(run: RunOptions) -> None:
                 "fp16), which it is computed in."
             )
         if run.fsdp_base:
-            raise _contradiction(name, "fsdp_base", "weights in 8 bits cannot be spread. Leave one of them out.")
+            raise contradiction(name, "fsdp_base", "weights in 8 bits cannot be spread. Leave one of them out.")
 
 
 # ---------------------------------------------------------------------------------------- leftovers
