@@ -21,7 +21,7 @@ def make_pictures(folder: Path, count: int = 2, size: tuple[int, int] = (64, 64)
     rng = np.random.default_rng(len(folder.name))
     for number in range(count):
         pixels = np.full((size[1], size[0], 3), rng.integers(0, 255, 3), np.uint8)
-        pixels[8 * number + 8 : 8 * number + 32, 16:48] = rng.integers(0, 255, 3)
+        pixels[4 * number + 8 : 4 * number + 32, 16:48] = rng.integers(0, 255, 3)
         Image.fromarray(pixels).save(folder / f"{number}.png")
         (folder / f"{number}.txt").write_text(f"my_cat, sitting, number {number}")
     return folder

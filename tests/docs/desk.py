@@ -66,7 +66,7 @@ def set_up(desk: Path, document: str = "") -> None:
     for name, make in MODELS.items():
         (desk / name).symlink_to(make())
     for name in IMAGES:
-        make_pictures(desk / name, count=5)
+        make_pictures(desk / name, count=6)
     for name in CONFIGS:
         (desk / name).write_text(RUN)
     for block in blocks(document, "toml") if document else ():

@@ -14,6 +14,7 @@ import torch
 
 from maulstick.options.dataset_config import dataset_specs
 from maulstick.options.load import load_train_options
+from tests.docs.conftest import make_pictures
 from tests.docs.desk import prepare, run_command, set_up, small
 from tests.docs.documents import COMMAND, NAMES, ROOT, blocks, commands, outside_of_blocks
 
@@ -64,6 +65,12 @@ def test_links_lead_somewhere(document: str) -> None:
             assert ((ROOT / document).parent / link).exists(), f"{document}: there is no {link}"
 
 
+def test_readme_leads_to_every_document() -> None:
+    for readme in ("README.md", *TRANSLATIONS):
+        text = (ROOT / readme).read_text(encoding="utf-8")
+        assert [name for name in NAMES if name.startswith("docs/") and f"]({name})" not in text] == [], readme
+
+
 # ---------------------------------------------------------------------------------------- shell
 
 
@@ -102,6 +109,8 @@ def test_toml_blocks_load(document: str, desk: Path) -> None:
         file.write_text(block.text)
         needed = ["--pretrained_model_name_or_path", "model", "--output_dir", "out"]
         if "[[datasets]]" in block.text:
+            for folder in re.findall(r'image_dir = "(.+)"', block.text):
+                make_pictures(desk / folder, count=1)
             loaded = load_train_options([*needed, "--dataset_config", str(file)])
             assert dataset_specs(loaded.options.dataset), block.where
         else:
