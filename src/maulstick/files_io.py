@@ -40,6 +40,14 @@ def atomic_write(path: Path, write: Callable[[Path], None] | bytes | str) -> Non
         raise
 
 
+def disk_error_behind(error: BaseException) -> OSError | None:
+    """Return the disk's own error that ``error`` was raised in the course of, None where there is none."""
+    earlier: BaseException | None = error
+    while earlier is not None and not isinstance(earlier, OSError):
+        earlier = earlier.__cause__ or earlier.__context__
+    return earlier
+
+
 def current_umask() -> int:
     """Return the rights that new files of this process lack; temporary files and folders are made with fewer still."""
     umask = os.umask(0)

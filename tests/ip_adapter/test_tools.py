@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file, save_file
 
-from maulstick.adapters.ip_adapter_files import IpAdapterSpec, save_flat
+from maulstick.adapters.ip_adapter_files import IpAdapterSpec, save_flat, save_nested
 from maulstick.cli import main
 from maulstick.errors import ModelError, OptionError
 from maulstick.families.ip_adapter_sd3 import Sd3IpAdapter
@@ -131,6 +132,17 @@ def test_pitfall_8_a_lora_goes_on_before_and_stays_out_of_the_ip_adapter(tmp_pat
     both = draw(tmp_path, plus, image, lora=[str(tmp_path / "lora.safetensors")])[0]
     without = draw(tmp_path, plus, image)[0]
     assert not np.array_equal(pixels(both), pixels(without))
+
+
+def test_a_disk_that_is_full_is_told_as_such(tmp_path) -> None:
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (2000, usual[1]))
+        with pytest.raises(OSError, match="File too large"):
+            save_nested(tmp_path / "a.bin", {"image_proj.proj.weight": torch.zeros(100, 100)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("missing", ["ip_adapter", "ip_image", "image_encoder"])

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from maulstick.adapters.files import save_tensors
 from maulstick.errors import ModelError
-from maulstick.files_io import atomic_write
+from maulstick.files_io import atomic_write, disk_error_behind
 from maulstick.weight_files import open_weights
 
 Kind = Literal["plain", "plus", "time"]
@@ -274,4 +274,13 @@ def save_nested(path: Path, tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in sorted(tensors.items()):
         part, rest = (instantx_name(name) if is_time else name).split(".", 1)
         nested[part][rest] = tensor.contiguous().clone()
-    atomic_write(path, lambda temporary: torch.save(nested, temporary))
+
+    def write(temporary: Path) -> None:
+        with temporary.open("wb") as file:
+            try:
+                torch.save(nested, file)
+            except RuntimeError as error:
+                # torch's writer hides what the disk said behind an error of its own.
+                raise disk_error_behind(error) or error from None
+
+    atomic_write(path, write)

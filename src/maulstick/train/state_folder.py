@@ -20,7 +20,7 @@ import torch
 
 from maulstick.adapters.files import file_hash
 from maulstick.errors import ModelError
-from maulstick.files_io import current_umask, set_aside
+from maulstick.files_io import current_umask, disk_error_behind, set_aside
 
 FORMAT = 1
 STATE_FILE = "state.pt"
@@ -49,7 +49,7 @@ def write_state(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]
                 torch.save(dict(state), file)
             except RuntimeError as error:
                 # torch's writer hides what the disk said behind an error of its own.
-                raise _disk_error_behind(error) or error from None
+                raise disk_error_behind(error) or error from None
             _to_disk(file)
         written = temporary / STATE_FILE
         all_facts = {**facts, "format": FORMAT, "bytes": written.stat().st_size, "sha256": file_hash(written)}
@@ -62,14 +62,6 @@ def write_state(folder: Path, state: Mapping[str, Any], facts: Mapping[str, Any]
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    return earlier
-
-
-def _disk_error_behind(error: BaseException) -> OSError | None:
-    """Return the disk's own error that ``error`` was raised in the course of, None where there is none."""
-    earlier: BaseException | None = error
-    while earlier is not None and not isinstance(earlier, OSError):
-        earlier = earlier.__cause__ or earlier.__context__
     return earlier
 
 
