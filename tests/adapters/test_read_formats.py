@@ -288,7 +288,7 @@ GOOD = {"lora_down.weight": torch.ones(2, 5), "lora_up.weight": torch.ones(6, 2)
         (["model.diffusion_model.out.2.weight"], "is a whole Stable Diffusion checkpoint, not a LoRA"),
         (["down_blocks.0.resnets.0.conv1.weight"], "is the weights of a UNet, not a LoRA"),
         (["emb_params"], "is a textual-inversion embedding, not a LoRA"),
-        (["image_proj.latents", "ip_adapter.1.to_k_ip.weight"], "is an IP-Adapter, not a LoRA"),
+        (["image_proj.latents", "ip_adapter.1.to_k_ip.weight"], r"not a LoRA\. `maulstick generate --ip_adapter"),
         (["lora_unet_x.on_input", "lora_unet_x.weight"], r"\(IA\)3"),
         (["lora_unet_x.a1.weight"], "is a GLoRA, not a LoRA"),
         (["something.else"], "'something.else' that is no part of a LoRA"),

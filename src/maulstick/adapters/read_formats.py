@@ -43,6 +43,10 @@ _ACCEPTED = (
     "A LoRA file in the naming of kohya (lora_unet_….lora_down.weight), diffusers (unet.….lora_A.weight), PEFT "
     "(base_model.model.….lora_A.weight) or ComfyUI (diffusion_model.….lora_down.weight) is needed."
 )
+_FOR_IP_ADAPTERS = (
+    "`maulstick generate --ip_adapter FILE --ip_image PICTURE` draws with it, `maulstick convert` gives it other "
+    "programs' form."
+)
 # diffusers' name of a component -> prefix of canonical names.
 _COMPONENTS = {
     "unet": "lora_unet",
@@ -278,7 +282,8 @@ def _refuse_foreign(path: Path, foreign: list[str], *, has_parts: bool) -> tuple
     if others or not has_parts:
         kind = describe_kind(others)
         if kind is not None and not has_parts:
-            raise ModelError(f"{path} is {kind}, not a LoRA. {_ACCEPTED}")
+            advice = _FOR_IP_ADAPTERS if kind == "an IP-Adapter" else _ACCEPTED
+            raise ModelError(f"{path} is {kind}, not a LoRA. {advice}")
         if not others:
             raise ModelError(f"{path} holds no tensors of a LoRA. {_ACCEPTED}")
         described = f"; it looks like {kind}" if kind else ""

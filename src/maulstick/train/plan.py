@@ -10,7 +10,7 @@ from typing import Any
 
 from maulstick.adapters.kinds import AdapterKind
 from maulstick.adapters.targets import LoraTarget
-from maulstick.data.findings import Finding, names
+from maulstick.data.findings import Finding, counted, names
 from maulstick.options.schema import TrainOptions
 from maulstick.train.rates import ComponentRates
 
@@ -206,8 +206,8 @@ def plan_lines(plan: Plan, *, with_findings: bool = True) -> list[str]:
     more = f" and {len(plan.buckets) - 12} more" if len(plan.buckets) > 12 else ""
     lines.append(f"sizes      {sizes}; " + (f"buckets {shown}{more}" if len(plan.buckets) > 1 else f"all {shown}"))
     lines.append(
-        f"length     {plan.total_steps} steps of {plan.images_per_step} images = {plan.epochs} epochs of "
-        f"{plan.steps_per_epoch} steps"
+        f"length     {plan.total_steps} steps of {plan.images_per_step} images = {counted(plan.epochs, 'epoch')} of "
+        f"{counted(plan.steps_per_epoch, 'step')}"
     )
     for component in plan.components:
         lines.append(
