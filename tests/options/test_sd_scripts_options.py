@@ -115,7 +115,7 @@ def test_options_without_effect_are_reported_in_one_line(load: Load) -> None:
     tokens: list[str] = []
     reported = []
     for name, entry in SD_SCRIPTS_OPTIONS.items():
-        if isinstance(entry, NoEffect):
+        if isinstance(entry, NoEffect) and entry.needs is None:
             tokens += as_tokens(name, other_value(entry))
             reported.append(f"{name} ({entry.reason})")
     loaded = load(*tokens)
@@ -138,6 +138,19 @@ def test_values_of_foreign_options_are_not_mistaken(load: Load, arguments: list[
     assert [
         part.split(" (")[0] for part in loaded.notices[0].removeprefix("Without effect here: ").split("; ")
     ] == options
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_full_precision_names_need_the_same_mixed_precision(load: Load, precision: str) -> None:
+    name = f"full_{precision}"
+    (notice,) = load(f"--{name}", "--mixed_precision", precision).notices
+    assert notice.startswith(f"Without effect here: {name} (the LoRA and the optimizer stay in 32 bits")
+    for other in {"no", "fp16", "bf16"} - {precision}:
+        with pytest.raises(
+            OptionError, match=rf"{name} = true .*: it needs mixed_precision = {precision}, but .* is {other}"
+        ):
+            load(f"--{name}", "--mixed_precision", other)
+    assert load(f"--{name}=false").notices == []
 
 
 def test_the_command_line_beats_the_file_for_foreign_options_too(load: Load, tmp_path: Path) -> None:

@@ -3,13 +3,16 @@
 import json
 import os
 import signal
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
+from maulstick.errors import OptionError
 from maulstick.files_io import atomic_write, set_aside
 from maulstick.train.events import EventLog, read_events
 from maulstick.train.interrupt import StopSignals
+from maulstick.train.processes import without_effect_alone
 from maulstick.train.seeds import derive_seed
 
 
@@ -109,3 +112,26 @@ def test_a_full_disk_loses_no_event(tmp_path):
     log.write("step", number=4)
     log.close()
     assert [event["number"] for event in read_events(tmp_path / "run.jsonl")] == [1, 2, 3, 4]
+
+
+def test_options_about_ddp_arrive_and_are_named_where_there_is_one_process(make_run):
+    usual = make_run("--network_train_unet_only").accelerator
+    assert (usual.ddp_handler.gradient_as_bucket_view, usual.ddp_handler.static_graph) == (False, False)
+    assert usual.init_handler.timeout == timedelta(hours=12)
+    given = ("--ddp_timeout", "30", "--ddp_gradient_as_bucket_view", "--ddp_static_graph")
+    run = make_run(*given)
+    handler = run.accelerator.ddp_handler
+    assert (handler.gradient_as_bucket_view, handler.static_graph, handler.find_unused_parameters) == (
+        True,
+        True,
+        False,
+    )
+    assert run.accelerator.init_handler.timeout == timedelta(minutes=30)
+    assert without_effect_alone(run.options, 1) == [
+        "ddp_timeout, ddp_gradient_as_bucket_view, ddp_static_graph have no effect on one process."
+    ]
+    assert without_effect_alone(run.options, 2) == []
+    with pytest.raises(OptionError, match="ddp_static_graph and module_dropout contradict"):
+        make_run("--ddp_static_graph", "--module_dropout", "0.1")
+    with pytest.raises(OptionError, match="ddp_static_graph and gradient_accumulation_steps = 2 do not go together"):
+        make_run("--ddp_static_graph", "--gradient_accumulation_steps", "2")

@@ -13,13 +13,14 @@ from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.blocks import BLOCK_RANKS, PART_WEIGHTS, check_blocks
 from maulstick.options.dataset_config import parse_resolution
+from maulstick.options.hardware import check_hardware
 from maulstick.options.ip_adapter import check_ip_adapter
 from maulstick.options.log_schema import LogOptions
 from maulstick.options.network_types import check_network_type
 from maulstick.options.objective import check_objective, objective_leftovers
 from maulstick.options.ranges import check_ranges
 from maulstick.options.schedules import check_schedule, schedule_leftovers
-from maulstick.options.schema import DatasetOptions, RunOptions, TrainOptions, flat_values
+from maulstick.options.schema import DatasetOptions, TrainOptions, flat_values
 from maulstick.options.sd_scripts_table import NETWORK_MODULES
 from maulstick.options.text_rates import (
     check_text_encoder_rates,
@@ -59,7 +60,7 @@ def check_train_options(
     check_objective(options.objective)
     _check_samples(options)
     _check_output(options)
-    _check_fp8(options.run)
+    check_hardware(options)
     return [*guard_config(options)[1], *_leftovers(options, given)]
 
 
@@ -273,19 +274,6 @@ def _check_output(options: TrainOptions) -> None:
         raise OptionError(f"huggingface_repo_id = {repository}: give it as NAME/REPO, such as anna/my-lora.")
 
 
-def _check_fp8(run: RunOptions) -> None:
-    for name in ("fp8_base", "fp8_base_unet"):
-        if not getattr(run, name):
-            continue
-        if run.mixed_precision == "no":
-            raise OptionError(
-                f"{name} keeps the base in 8 bits, in which nothing can be computed. Set mixed_precision = bf16 (or "
-                "fp16), which it is computed in."
-            )
-        if run.fsdp_base:
-            raise _contradiction(name, "fsdp_base", "weights in 8 bits cannot be spread. Leave one of them out.")
-
-
 # ---------------------------------------------------------------------------------------- leftovers
 
 
@@ -317,6 +305,8 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         yield from _no_effect(set_otherwise("initial_epoch"), "with initial_step")
     if run.fp8_base:
         yield from _no_effect(set_otherwise("fp8_base_unet"), "with fp8_base, which includes the UNet")
+    if run.fsdp_base:
+        yield from _no_effect(set_otherwise("ddp_gradient_as_bucket_view", "ddp_static_graph"), "with fsdp_base")
     if run.no_metadata:
         yield from _no_effect(set_otherwise("training_comment"), "with no_metadata")
     if run.save_model_as != "safetensors":

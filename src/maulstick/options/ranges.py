@@ -64,6 +64,7 @@ RANGES: dict[str, _Range] = {
     "max_train_epochs": _ONE_OR_MORE,
     "gradient_accumulation_steps": _ONE_OR_MORE,
     "max_skipped_fraction": _SHARE,
+    "ddp_timeout": _ONE_OR_MORE,
     "seed": _Range("a whole number from 0 to 4294967295", lambda value: 0 <= value < 2**32),
     "learning_rate": _ZERO_OR_MORE,
     "unet_lr": _ZERO_OR_MORE,

@@ -176,6 +176,12 @@ class RunOptions:
     """Spread the frozen denoiser over all processes (FSDP2), so that each holds only a part of it."""
     mixed_precision: Precision = "no"
     """Number format of the base and of the forward pass; the LoRA itself stays in 32 bit."""
+    ddp_timeout: int | None = None
+    """Several processes: minutes that one waits for another; without it 720."""
+    ddp_gradient_as_bucket_view: bool = False
+    """Several processes: let gradients lie in the buffers that they are exchanged in."""
+    ddp_static_graph: bool = False
+    """Several processes: tell DDP that every step takes the same way through the network."""
     fp8_base: bool = False
     """Keep the frozen base, text encoders included, in 8 bits; it is computed in mixed_precision (fp16 or bf16)."""
     fp8_base_unet: bool = False

@@ -120,7 +120,7 @@ def judge_options(given: Mapping[str, Given], active: Mapping[str, Any]) -> str 
         One line about the accepted options that have no effect, None if there are none.
 
     Raises:
-        OptionError: an option is refused.
+        OptionError: an option is refused, or lacks what it needs.
     """
     without_effect = []
     for name, value in given.items():
@@ -132,6 +132,12 @@ def judge_options(given: Mapping[str, Given], active: Mapping[str, Any]) -> str 
                 shown = "..." if name in SECRETS else _shown(value.value)
                 raise OptionError(f"{name} = {shown} ({value.where}): {entry.instead}.")
             without_effect.append(f"{name} ({entry.only_with.reason})")
+        elif entry.needs is not None and active[entry.needs[0]] != entry.needs[1]:
+            option, needed = entry.needs
+            raise OptionError(
+                f"{name} = {_shown(value.value)} ({value.where}): it needs {option} = {needed}, but {option} is "
+                f"{active[option]}. Set {option} = {needed}, or remove {name}."
+            )
         else:
             without_effect.append(f"{name} ({entry.reason})")
     return f"Without effect here: {'; '.join(without_effect)}." if without_effect else None

@@ -30,12 +30,16 @@ class OnlyWith:
 
 @dataclass(frozen=True)
 class NoEffect:
-    """Accepted and reported: nothing here depends on it, for ``reason``."""
+    """Accepted and reported: nothing here depends on it, for ``reason``.
+
+    ``needs``: name and value of one of Maulstick's own options, without which it is an error, as in sd-scripts.
+    """
 
     reason: str
     default: Default = None
     also_off: tuple[Any, ...] = ()
     scripts: str = "all"
+    needs: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ _WITH_HUB = OnlyWith("huggingface_repo_id", (), "only used with huggingface_repo
 _WITH_RESUME = OnlyWith("resume", (), "only used with resume")
 _WITH_WANDB = OnlyWith("log_with", ("wandb", "all"), "only used with W&B")
 
+_IN_32_BIT = "the LoRA and the optimizer stay in 32 bits, which takes a few MB more and loses no small updates"
 _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
     "tokenizer_cache_dir": NoEffect("the tokenizer files ship with Maulstick"),
     "xformers": NoEffect("PyTorch's own attention is always used", False),
@@ -74,15 +79,16 @@ _MODEL_AND_MEMORY: dict[str, NoEffect | Refused | Renamed] = {
     "lowram": NoEffect("weights are always read on the CPU and moved after", False),
     "highvram": NoEffect("device memory is emptied only where encoders are done", False),
     "no_half_vae": NoEffect("SDXL's VAE never runs in fp16; others' overflowing latents are made again in fp32", False),
-    "full_fp16": Refused("the LoRA itself always stays in 32 bit; use mixed_precision = fp16", False),
-    "full_bf16": Refused("the LoRA itself always stays in 32 bit; use mixed_precision = bf16", False),
+    "full_fp16": NoEffect(_IN_32_BIT, False, needs=("mixed_precision", "fp16")),
+    "full_bf16": NoEffect(_IN_32_BIT, False, needs=("mixed_precision", "bf16")),
     "cpu_offload_checkpointing": Refused("not supported; use gradient_checkpointing", False),
     "fused_backward_pass": Refused("not supported; gradients of a LoRA are small", False),
-    "torch_compile": _later("compiling the model", default=False),
+    "torch_compile": Refused(
+        "not supported: alarms and autopsy look into modules as they run, which a compiled network bypasses, and each "
+        "size of pictures would be compiled anew; remove it",
+        False,
+    ),
     "dynamo_backend": NoEffect("only used with torch_compile", "inductor", ("no",)),
-    "ddp_timeout": _later("setting DDP's timeout"),
-    "ddp_gradient_as_bucket_view": _later("setting DDP's gradient buckets", default=False),
-    "ddp_static_graph": _later("setting DDP's static graph", default=False),
     "deepspeed": Refused("DeepSpeed is not supported; several GPUs are used through accelerate launch", False),
     "zero_stage": NoEffect("only used with deepspeed", 2),
     "offload_optimizer_device": NoEffect("only used with deepspeed"),
@@ -272,6 +278,7 @@ DIFFERENCES: Mapping[str, str] = {
     "log_prefix": "default output_name and a dash (sd-scripts: none)",
     "log_tracker_name": "default maulstick in W&B (sd-scripts: network_train)",
     "log_tracker_config": "adds to wandb_run_name instead of taking its place",
+    "ddp_timeout": "default 12 hours, because caching on one process may take long",
     "fp8_base": "each row is scaled to the range of the format first, so that less is lost",
     "validation_split": "copies of a held-back picture are not trained either; also measured before the first step",
     "max_validation_steps": "batches of train_batch_size over all processes together",

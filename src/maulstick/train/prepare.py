@@ -33,6 +33,7 @@ from maulstick.train.lora_training import LoraTraining
 from maulstick.train.optim import check_optimizer
 from maulstick.train.plan import Plan, length_of_training
 from maulstick.train.precision import DTYPES, in_fp8
+from maulstick.train.processes import must_use_cpu
 from maulstick.train.schedule import learning_rate_factor, schedule_settings
 from maulstick.train.trains import Trains
 from maulstick.train.validation import validation_seed
@@ -259,11 +260,6 @@ def _bucket_rows(summaries: list[DatasetSummary]) -> list[dict[str, Any]]:
 def draw_seed(options: TrainOptions) -> int:
     """Return the seed that was given, or a fresh one."""
     return random.SystemRandom().randrange(2**32) if options.run.seed is None else options.run.seed
-
-
-def must_use_cpu() -> bool:
-    """Return whether there is no accelerator. accelerate joins several processes on a CPU only when told so."""
-    return not torch.accelerator.is_available()
 
 
 def default_device() -> torch.device:

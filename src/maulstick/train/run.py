@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import get_args, get_type_hints
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 from accelerate.utils import broadcast_object_list
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from maulstick import __version__
 from maulstick.data.findings import Finding
 from maulstick.data.latents import LatentSource
-from maulstick.errors import OptionError
 from maulstick.guard import GradientGuard
 from maulstick.options.check import guard_config
 from maulstick.options.load import LoadedOptions
@@ -36,7 +32,8 @@ from maulstick.train.optim import build_optimizer
 from maulstick.train.output import AdapterOutput, author_facts, dataset_facts
 from maulstick.train.plan import plan_lines
 from maulstick.train.precision import gradient_scaler, in_fp8
-from maulstick.train.prepare import Prepared, draw_seed, make_plan, must_use_cpu, prepare
+from maulstick.train.prepare import Prepared, draw_seed, make_plan, prepare
+from maulstick.train.processes import make_accelerator, without_effect_alone, wrap_for_gradients
 from maulstick.train.records import RunRecords
 from maulstick.train.result import RunResult
 from maulstick.train.resume import (
@@ -82,26 +79,7 @@ class TrainingRun:
     def __init__(self, loaded: LoadedOptions, console: RunConsole | None = None) -> None:
         self.loaded = loaded
         self.options = loaded.options
-        self.accelerator = Accelerator(
-            cpu=must_use_cpu(),
-            # Precision is ours (precision.py); a saved configuration of accelerate must not add its own.
-            mixed_precision="no",
-            kwargs_handlers=[
-                DistributedDataParallelKwargs(find_unused_parameters=self._may_leave_parameters_unused()),
-                # Caching and sampling on one process take longer than the usual ten minutes.
-                InitProcessGroupKwargs(timeout=timedelta(hours=12)),
-            ],
-        )
-        if self.accelerator.distributed_type.value in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
-            raise OptionError(
-                f"accelerate is set up for {self.accelerator.distributed_type.value}; Maulstick trains on several "
-                "processes with plain DDP. Start it with torchrun, or with accelerate launch --multi_gpu."
-            )
-        if self.options.run.fsdp_base and self.accelerator.num_processes == 1:
-            raise OptionError(
-                "fsdp_base spreads the base over several processes, but there is one. Start several: torchrun "
-                "--standalone --nproc_per_node 2 -m maulstick train …"
-            )
+        self.accelerator = make_accelerator(self.options)
         writes = self.accelerator.is_main_process
         self.console = console or (make_console(self.options.log.console) if writes else SilentConsole())
         self.records = RunRecords(self.options, self._output_dir(), self.console, writes=writes)
@@ -158,7 +136,8 @@ class TrainingRun:
         guard = GradientGuard(guard_config(self.options)[0])
         self.records.open(guard, None if sets_counters(start, run) else start.facts.get("records"))
         about_samples = [f"sample_prompts: {note}" for prompt in self._prompts for note in prompt.notes]
-        self._announce(prepared, [*start.notes, *changes, *dict.fromkeys(about_samples)])
+        alone = without_effect_alone(self.options, self.accelerator.num_processes)
+        self._announce(prepared, [*start.notes, *changes, *alone, *dict.fromkeys(about_samples)])
         latents = self._sources.latents(prepared)
         if prepared.index is not latents.index:
             self._leave_out_excluded(prepared, latents)
@@ -239,12 +218,8 @@ class TrainingRun:
         if options.run.fsdp_base:
             shard_frozen(family.denoiser, self.accelerator.device)
             exchange = partial(average_gradients, [parameter for _, parameter in attached.named_parameters])
-        elif self.accelerator.num_processes > 1:
-            if small:
-                # DDP would send them to all processes, which have read the same, and gloo knows no eight bits.
-                frozen = [name for name, parameter in trainee.named_parameters() if not parameter.requires_grad]
-                DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(trainee, frozen)
-            trainee = self.accelerator.prepare_model(trainee)
+        else:
+            trainee = wrap_for_gradients(trainee, self.accelerator, in_fp8=bool(small))
         if not latents.needs_vae:
             family.release_encoders(vae=True, text_encoders=False)
         output = AdapterOutput(
@@ -387,10 +362,6 @@ class TrainingRun:
         return HubUpload(options, token, self.console.say, self.records.events.write)
 
     # --- small things ------------------------------------------------------------------------------------------------
-
-    def _may_leave_parameters_unused(self) -> bool:
-        """Dropped modules, and text layers behind the one that clip_skip or SDXL reads, get no gradient in a step."""
-        return bool(self.options.network.module_dropout) or not self.options.network.network_train_unet_only
 
     def _output_dir(self) -> Path:
         if self.options.run.output_dir is None:

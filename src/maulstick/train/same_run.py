@@ -36,6 +36,7 @@ FREE = frozenset(
         *("save_every_n_epochs", "save_every_n_steps", "save_last_n_epochs", "save_last_n_steps"),
         *("save_state", "save_state_on_train_end", "save_last_n_epochs_state", "save_last_n_steps_state"),
         *("resume", "initial_step", "initial_epoch", "skip_until_initial_step"),
+        *("ddp_timeout", "ddp_gradient_as_bucket_view", "ddp_static_graph"),
     }
 )
 """Options that may differ without a word: what they lead to is compared itself, or they don't touch what is learned."""
