@@ -52,22 +52,19 @@ class Trackers:
 
     def log(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Send the values of a step."""
-        for each in self.opened:
-            if each.name == "wandb":
-                # The two that sd-scripts sends there, for the axes of its charts.
-                shown = {**values, "global_step": step, "epoch": epoch}
-                self._attempt(each, _send_values, shown, step)
-            else:
-                self._attempt(each, _send_values, dict(values), step)
+        self._log(values, step=step, epoch=epoch, place=step)
 
     def log_epoch(self, values: Mapping[str, float], *, step: int, epoch: int) -> None:
         """Send the values of an epoch (from 1), which TensorBoard has over epochs, as with sd-scripts."""
+        self._log(values, step=step, epoch=epoch, place=epoch)
+
+    def _log(self, values: Mapping[str, float], *, step: int, epoch: int, place: int) -> None:
         for each in self.opened:
             if each.name == "wandb":
-                shown = {**values, "global_step": step, "epoch": epoch}
-                self._attempt(each, _send_values, shown, step)
+                # The two that sd-scripts sends there, for the axes of its charts.
+                self._attempt(each, _send_values, {**values, "global_step": step, "epoch": epoch}, step)
             else:
-                self._attempt(each, _send_values, dict(values), epoch)
+                self._attempt(each, _send_values, dict(values), place)
 
     def log_samples(self, samples: Sequence[Sample], *, step: int) -> None:
         """Send the pictures in these files as ``sample_0`` and so on, in W&B with their prompts below them."""
