@@ -57,6 +57,20 @@ def test_translations_have_the_same_blocks(document: str) -> None:
     assert [(block.language, block.text) for block in translated] == [(b.language, b.text) for b in original]
 
 
+@pytest.mark.parametrize("document", TRANSLATIONS)
+def test_translations_name_the_same_documents(document: str) -> None:
+    original, translated = (
+        re.findall(r"\]\((docs/[^)#\s]+)", (ROOT / name).read_text(encoding="utf-8"))
+        for name in ("README.md", document)
+    )
+    assert sorted(translated) == sorted(original)
+
+
+def test_every_document_is_named_in_the_readme() -> None:
+    named = set(re.findall(r"\]\((docs/[^)#\s]+\.md)", (ROOT / "README.md").read_text(encoding="utf-8")))
+    assert named == {name for name in NAMES if name.startswith("docs/")}
+
+
 @pytest.mark.parametrize("document", NAMES)
 def test_links_lead_somewhere(document: str) -> None:
     text = (ROOT / document).read_text(encoding="utf-8")

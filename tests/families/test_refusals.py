@@ -227,3 +227,22 @@ def test_a_vae_of_another_family_is_refused(load: Load, tmp_path: Path) -> None:
 def test_a_clip_skip_beyond_the_layers_is_refused(load: Load) -> None:
     with pytest.raises(OptionError, match=r"clip_skip 13 .* 12"):
         load(model_folder(), clip_skip=13)
+
+
+@pytest.mark.parametrize(
+    "given, said",
+    [
+        ("models/sd15-prunde.safetensors", "Did you mean 'sd15-pruned.safetensors'. Paths are relative to the current"),
+        ("absent/sd15.safetensors", "Paths are relative to the current folder"),
+        ("someone/sd-1.5", "name on the Hugging Face hub; Maulstick never downloads"),
+        ("models/other", "no model at models/other. Paths are relative to the current folder"),
+        ("/absent/model.safetensors", "Look at how the path is written"),
+    ],
+)
+def test_a_model_that_is_not_there(load: Load, tmp_path: Path, monkeypatch: Any, given: str, said: str) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "sd15-pruned.safetensors").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ModelError, match=said) as raised:
+        load(Path(given))
+    assert ("Hugging Face" in str(raised.value)) is given.startswith("someone/")

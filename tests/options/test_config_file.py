@@ -51,6 +51,7 @@ def test_the_same_name_twice(tmp_path: Path) -> None:
         ('[data]\nimage_dir = "x"\n', r"'image_dir' \(.*section \[data\]\) describes a dataset"),
         ('train_data_dir = "C:\\images"\n', r"single quotes \('C:\\images'\)"),
         (b"seed = 1 # \xff\xfe\n", "not UTF-8"),
+        ('{"train_data_dir": "C:\\images"}', "It is JSON, as .* of kohya_ss' GUI makes .*config_lora-DATE-TIME.toml"),
     ],
 )
 def test_files_that_cannot_be_meant(tmp_path: Path, text: str | bytes, message: str) -> None:

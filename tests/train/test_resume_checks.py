@@ -179,6 +179,13 @@ def test_a_state_without_a_loss_scale_begins_with_the_usual_one(make_run: MakeRu
     assert loop.parts.scaler.get_scale() == 8.0
 
 
+def test_a_state_that_is_not_there(make_run: MakeRun, tmp_path):
+    with pytest.raises(
+        ModelError, match=r"no folder .*absent-state.*in output_dir whose names end in -state; resume = auto"
+    ):
+        make_run(*SMALL, "--resume", str(tmp_path / "absent-state")).prepare()
+
+
 def test_what_is_not_finite_at_the_start_is_an_error_to_act_on(make_run: MakeRun):
     run = make_run(*SMALL)
     run.prepare()

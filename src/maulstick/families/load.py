@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from maulstick.errors import ModelError, OptionError
+from maulstick.errors import ModelError, OptionError, nearest_name_hint
 from maulstick.families.base import Family
 from maulstick.families.recognise import SD1, SD2, SD3, SDXL, JsonObject, Recognised, recognise_file, recognise_folder
 from maulstick.families.source import Kind, ModelSource, open_folder, open_single_file, open_vae
@@ -228,11 +228,18 @@ def _refuse_other_latents(vae: JsonObject, source: ModelSource, path: str) -> No
 
 
 def _explain_absent(path: Path) -> str:
-    looks_like_hub_name = len(path.parts) == 2 and not path.is_absolute() and not path.suffix
-    hint = (
-        " It looks like a name on the Hugging Face hub; Maulstick never downloads. Download the model first and give "
-        "its folder."
-        if looks_like_hub_name
-        else ""
-    )
-    return f"There is no model at {path}.{hint}"
+    near = nearest_name_hint(path.name, (entry.name for entry in path.parent.iterdir())) if path.parent.is_dir() else ""
+    hints = [near] if near else []
+    if not hints and _looks_like_hub_name(path):
+        hints.append(
+            " It looks like a name on the Hugging Face hub; Maulstick never downloads. Download the model first and "
+            "give its folder."
+        )
+    if not path.is_absolute():
+        hints.append(f" Paths are relative to the current folder, {Path.cwd()}.")
+    return f"There is no model at {path}.{''.join(hints) or ' Look at how the path is written.'}"
+
+
+def _looks_like_hub_name(path: Path) -> bool:
+    weights = path.suffix in (".safetensors", ".ckpt")
+    return len(path.parts) == 2 and not path.is_absolute() and not weights and not path.parent.exists()

@@ -84,6 +84,11 @@ def _parsed(path: Path) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         hint = ""
-        if "\\" in text:
+        if text.lstrip().startswith("{"):
+            hint = (
+                " It is JSON, as *Save configuration* of kohya_ss' GUI makes it. Give the TOML that the GUI writes "
+                "into its output folder when a training starts (config_lora-DATE-TIME.toml)."
+            )
+        elif "\\" in text:
             hint = r" Windows paths go in single quotes ('C:\images') or with forward slashes (C:/images)."
         raise OptionError(f"config_file: {path} is not TOML: {error}.{hint}") from error

@@ -51,6 +51,8 @@ def load_optimizer_class(name: str, info: OptimizerInfo) -> Callable[..., torch.
         found = getattr(importlib.import_module(module_name), class_name)
     except ImportError as error:
         install = f" Install it with: pip install 'maulstick[{info.extra}]'." if info.extra else ""
+        if name.endswith("AdamW8bit"):
+            install += " Or set optimizer_type = AdamW, which does the same in 32 bit and needs no package."
         raise OptionError(
             f"optimizer_type '{name}' needs '{module_name}', which cannot be imported.{install}"
         ) from error

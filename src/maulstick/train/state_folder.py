@@ -76,7 +76,10 @@ def read_facts(folder: Path) -> dict[str, Any]:
     Raises ModelError when it is no state folder, is not whole, or was written in another format.
     """
     if not folder.is_dir():
-        raise ModelError(f"resume: there is no folder {folder}.")
+        raise ModelError(
+            f"resume: there is no folder {folder}. States are the folders in output_dir whose names end in -state; "
+            "resume = auto takes the newest."
+        )
     try:
         facts = json.loads((folder / FACTS_FILE).read_text(encoding="utf-8"))
         size = (folder / STATE_FILE).stat().st_size
