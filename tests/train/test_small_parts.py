@@ -96,6 +96,14 @@ def test_the_first_signal_asks_and_the_second_interrupts(capfd):
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_on_a_terminal_the_message_stays_above_a_bar_of_two_lines(capfd, monkeypatch):
+    """Before it draws itself anew, rich's live display erases its last line and goes up one."""
+    monkeypatch.setattr(os, "isatty", lambda descriptor: True)
+    with StopSignals():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capfd.readouterr().err == "\nSIGTERM: finishing this step, then saving ...\n\n"
+
+
 def test_a_full_disk_loses_no_event(tmp_path):
     """/dev/full refuses every write, as a full disk does."""
     troubles = []

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from maulstick.errors import OptionError
 from maulstick.train.over_fitting import Measured, over_fitting
+from maulstick.train.plan import plan_lines
 from maulstick.train.run import TrainingRun
 from maulstick.train.validation import ValidationWatcher, fixed_timesteps
 
@@ -158,6 +159,8 @@ def test_what_check_trackers_and_metadata_say(make_run: MakeRun) -> None:
     run.records.track = lambda values, *, step, epoch: sent.append((step, dict(values)))  # type: ignore[method-assign]
     result = run.train()
     assert len(prepared.plan.as_json()["validation_images"]) == 2
+    (line,) = [line for line in plan_lines(prepared.plan) if "held back" in line]
+    assert line.startswith("validates  2 images held back, never trained: ")
     assert [step for step, _ in sent] == [0, prepared.plan.total_steps]
     last, event = sent[-1][1], events(run, "validation")[-1]
     assert last == {

@@ -41,5 +41,7 @@ class StopSignals:
         if self._at_once or self._reason is not None:
             raise KeyboardInterrupt(name)
         self._reason = name
-        # Straight to the descriptor: printing could meet a print that the signal interrupted.
-        os.write(2, f"\n{name}: finishing this step, then saving ...\n".encode())
+        # Straight to the descriptor: printing could meet a print that the signal interrupted. The live bar goes up a
+        # line before it draws itself anew, and would take the message away without an empty line behind it.
+        ending = "\n\n" if os.isatty(2) else "\n"
+        os.write(2, f"\n{name}: finishing this step, then saving ...{ending}".encode())

@@ -201,7 +201,7 @@ def plan_lines(plan: Plan, *, with_findings: bool = True) -> list[str]:
     ]
     if plan.validation_images:
         count = f"{len(plan.validation_images)} images held back, never trained"
-        lines.append(f"validation {count}: {names(plan.validation_images)}")
+        lines.append(f"validates  {count}: {names(plan.validation_images)}")
     shown = ", ".join(f"{b['resolution'][0]}x{b['resolution'][1]}: {b['count']}" for b in plan.buckets[:12])
     more = f" and {len(plan.buckets) - 12} more" if len(plan.buckets) > 12 else ""
     lines.append(f"sizes      {sizes}; " + (f"buckets {shown}{more}" if len(plan.buckets) > 1 else f"all {shown}"))
