@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from operator import eq
+from pathlib import Path
 
 
 class MaulstickError(Exception):
@@ -29,6 +30,15 @@ def nearest_name_hint(name: str, valid: Iterable[str]) -> str:
     # Of names as close as each other ("resque": resume, rescue) the one with more letters in their places is meant.
     close.sort(key=lambda other: _likeness(name, other), reverse=True)
     return f" Did you mean '{close[0]}'?" if close else ""
+
+
+def nearest_file_hint(path: Path) -> str:
+    """Return " Did you mean X?" for what lies in the folder of an absent ``path`` under a similar name, or ""."""
+    try:
+        beside = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    return nearest_name_hint(path.name, beside)
 
 
 def _likeness(name: str, other: str) -> tuple[float, int]:

@@ -75,6 +75,7 @@ def test_embedded_guidance_is_read_and_reported_as_unused() -> None:
     "option, said",
     [
         ("--sampler euler", r"unknown prompt option '--sampler'"),
+        ("<lora:mycat:0.8> --w 64", r"names no LoRA here: remove <lora:mycat:0\.8>\..* --lora FILE:WEIGHT"),
         ("--w wide", r"--w expects a size in pixels, but has 'wide'"),
         ("--h", r"--h expects a size in pixels, but has 'nothing'"),
         ("--s 0", r"--s expects a number of steps of at least 1"),
@@ -126,6 +127,7 @@ def test_a_file_gives_its_prompts_without_comments_and_empty_lines(tmp_path: Pat
         ("p.json", b"[", r"is no JSON"),
         ("p.json", b"[3]", r"prompt 1 is 3. Write a list"),
         ("p.json", b'["a --q 1"]', r"prompt 1: unknown prompt option '--q'"),
+        ("p.json", b'[{"prompt": "a <lora:b:1>"}]', r"prompt 1: a prompt names no LoRA here: remove <lora:b:1>"),
         ("p.json", b'[{"prompt": "a", "controlnet_image": "x"}]', "drawn without ControlNet. Remove it"),
         ("p.txt", b"a --cn x.png", "line 1: --cn: pictures are drawn without ControlNet"),
     ],

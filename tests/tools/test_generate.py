@@ -277,6 +277,8 @@ def test_loras_for_other_models_are_refused_by_name_and_shape(tmp_path: Path) ->
         draw(tmp_path, str(tmp_path / "sd2.safetensors"))
     with pytest.raises(ModelError, match="There is no LoRA file"):
         draw(tmp_path, "absent.safetensors:0.5")
+    with pytest.raises(ModelError, match=r"Did you mean 'sd2\.safetensors'\? Give it as"):
+        draw(tmp_path, str(tmp_path / "sd_2.safetensors:0.5"))
 
 
 def test_factors_of_1x1_convolutions_are_taken_in_both_forms(tmp_path: Path, lora: Path) -> None:

@@ -23,7 +23,7 @@ from maulstick.adapters.factors import Folding, LoraWeights, cast_weights, fold_
 from maulstick.adapters.file_kinds import describe_family, describe_kind
 from maulstick.adapters.key_names import KeyNames, Location
 from maulstick.adapters.safetensors_stream import TensorSpec, header_bytes, tensor_bytes
-from maulstick.errors import ModelError
+from maulstick.errors import ModelError, nearest_file_hint
 from maulstick.files_io import atomic_write
 
 # Civitai's reader refuses larger headers.
@@ -321,7 +321,7 @@ def _module(path: Path, name: str, parts: Mapping[str, Tensor]) -> LoraWeights:
 
 def _read_safetensors(path: Path) -> tuple[dict[str, str], dict[str, Tensor]]:
     if not path.is_file():
-        raise ModelError(f"There is no file {path}.")
+        raise ModelError(f"There is no file {path}.{nearest_file_hint(path)}")
     _refuse_damaged(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from maulstick.adapters.files import save_tensors
-from maulstick.errors import ModelError
+from maulstick.errors import ModelError, nearest_file_hint
 from maulstick.files_io import atomic_write, disk_error_behind
 from maulstick.weight_files import open_weights
 
@@ -176,7 +176,7 @@ def read_ip_adapter(path: Path) -> IpAdapterFile:
     if not path.is_file():
         if path.is_dir():
             raise ModelError(f"{path} is a folder. Name the IP-Adapter file in it.")
-        raise ModelError(f"There is no file {path}.")
+        raise ModelError(f"There is no file {path}.{nearest_file_hint(path)}")
     file = open_weights(path)
     tensors: dict[str, Tensor] = {}
     file.read(list(file.shapes), tensors.__setitem__)

@@ -37,7 +37,7 @@ from maulstick.adapters.module_kinds import (
 )
 from maulstick.adapters.safetensors_stream import SafetensorsReader
 from maulstick.adapters.tensor_names import Layout, TensorName, parse_tensor_name
-from maulstick.errors import ModelError
+from maulstick.errors import ModelError, nearest_file_hint
 
 _ACCEPTED = (
     "A LoRA file in the naming of kohya (lora_unet_….lora_down.weight), diffusers (unet.….lora_A.weight), PEFT "
@@ -196,7 +196,7 @@ def _files_of(path: Path) -> Iterator[tuple[Path, str | None]]:
         yield path, None
         return
     if not path.is_dir():
-        raise ModelError(f"There is no file {path}.")
+        raise ModelError(f"There is no file {path}.{nearest_file_hint(path)}")
     for stem in ("adapter_model", "pytorch_lora_weights"):
         for ending in (".safetensors", ".bin"):
             if (path / f"{stem}{ending}").is_file():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from maulstick.errors import ModelError, OptionError, nearest_name_hint
+from maulstick.errors import ModelError, OptionError, nearest_file_hint
 from maulstick.families.base import Family
 from maulstick.families.recognise import SD1, SD2, SD3, SDXL, JsonObject, Recognised, recognise_file, recognise_folder
 from maulstick.families.source import Kind, ModelSource, open_folder, open_single_file, open_vae
@@ -228,7 +228,7 @@ def _refuse_other_latents(vae: JsonObject, source: ModelSource, path: str) -> No
 
 
 def _explain_absent(path: Path) -> str:
-    near = nearest_name_hint(path.name, (entry.name for entry in path.parent.iterdir())) if path.parent.is_dir() else ""
+    near = nearest_file_hint(path)
     hints = [near] if near else []
     if not hints and _looks_like_hub_name(path):
         hints.append(

@@ -90,7 +90,7 @@ def parse_prompt(line: str, *, where: str = "") -> Prompt:
         PromptError: an option is unknown or its value is unusable.
     """
     text, *options = _OPTION.split(f" {line.strip()}")
-    prompt = Prompt(text.strip())
+    prompt = Prompt(_without_lora(text.strip(), _prefix(where)))
     for option in options:
         name, _, value = option.strip().partition(" ")
         read = _READERS.get(name.lower())
@@ -130,6 +130,16 @@ def read_prompts(path: Path) -> list[Prompt]:
     if not prompts:
         raise PromptError(f"The prompt file {path} holds no prompt. Write one prompt on each line.")
     return prompts
+
+
+def _without_lora(text: str, prefix: str) -> str:
+    """Return the text; the web UI's ``<lora:NAME:1>`` in it would be drawn as words."""
+    if found := re.search(r"<lora:[^>]*>?", text):
+        raise PromptError(
+            f"{prefix}a prompt names no LoRA here: remove {found[0]}. `maulstick generate` takes the file with --lora "
+            "FILE:WEIGHT, and sample pictures while training have the LoRA that trains."
+        )
+    return text
 
 
 def _read_text(path: Path) -> str:
@@ -183,7 +193,7 @@ def _from_table(table: Mapping[str, Any], where: str) -> Prompt:
     text = table.get("prompt")
     if not isinstance(text, str):
         raise PromptError(f"{where} has no text. Write prompt = and the text in quotes.")
-    prompt = Prompt(text.strip())
+    prompt = Prompt(_without_lora(text.strip(), f"{where}: "))
     for key, value in table.items():
         if key == "prompt":
             continue

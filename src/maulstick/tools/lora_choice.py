@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from maulstick.adapters.block_weights import is_number
-from maulstick.errors import ModelError, OptionError, nearest_name_hint
+from maulstick.errors import ModelError, OptionError, nearest_file_hint, nearest_name_hint
 
 _ITEM = re.compile(r"(\w+)=(.*)")
 _KEYS = ("te", "unet", "lbw", "x")
@@ -66,7 +66,7 @@ def parse_lora_choice(text: str) -> LoraChoice:
         name = head
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ModelError(f"There is no LoRA file {path}. Give it as {_FORM}.")
+        raise ModelError(f"There is no LoRA file {path}.{nearest_file_hint(path)} Give it as {_FORM}.")
     numbers = {key: _number(key, items[key], text) for key in ("te", "unet", "x") if key in items}
     return LoraChoice(
         path,
