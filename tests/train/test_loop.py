@@ -159,3 +159,15 @@ def test_held_out_loss_is_the_mean_over_ten_timesteps_of_fixed_noise(make_run):
             prediction = family.denoiser(noisy, torch.tensor(timestep), encoder_hidden_states=text).sample
             losses.append(float(((prediction - noise) ** 2).mean()))
     assert measured == pytest.approx(sum(losses) / 10, rel=1e-5)
+
+
+@pytest.mark.parametrize("every, drawn", [("1", ["epoch000001", "epoch000002"]), ("2", ["epoch000002"]), ("3", [])])
+def test_an_epoch_that_the_last_step_breaks_off_has_its_pictures_too(make_run, tmp_path, every, drawn):
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a shape\n")
+    run = make_run(*UNET_ONLY, "--sample_prompts", str(prompts), "--sample_every_n_epochs", every)
+    plan, labels = run.prepare().plan, []
+    assert plan.steps_per_epoch < plan.total_steps < 2 * plan.steps_per_epoch
+    run.loop.parts.sample = lambda label, step: labels.append(label)
+    run.train()
+    assert labels == drawn

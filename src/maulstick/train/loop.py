@@ -63,6 +63,9 @@ class TrainingLoop:
                 # A resumed run may begin here: its state was saved after the last window, before the epoch was closed.
                 state.epoch, state.step_in_epoch = state.epoch + 1, 0
                 self._save_and_sample_after_epoch()
+        if state.step_in_epoch and state.stopped_by is None:
+            # max_train_steps ended the last epoch early: it has its pictures all the same, as in sd-scripts.
+            self._sample_after_epoch(state.epoch + 1)
         self.before_last_save()
         parts.save_state_at_end(state)
         self._set_modes(training=False)
@@ -329,12 +332,11 @@ class TrainingLoop:
             self.parts.save_state(label, self.state)
 
     def _save_and_sample_after_epoch(self) -> None:
-        run, sample = self.parts.options.run, self.parts.options.sample
-        save = _is_due(self.state.epoch, run.save_every_n_epochs) and self.state.step < self.parts.total_steps
+        every = self.parts.options.run.save_every_n_epochs
+        save = _is_due(self.state.epoch, every) and self.state.step < self.parts.total_steps
         if save:
             self._save(f"{self.state.epoch:06d}")
-        if _is_due(self.state.epoch, sample.sample_every_n_epochs):
-            self._sample(f"epoch{self.state.epoch:06d}")
+        self._sample_after_epoch(self.state.epoch)
         if save:
             self.parts.save_state(f"{self.state.epoch:06d}", self.state)
 
@@ -342,6 +344,10 @@ class TrainingLoop:
         self._set_modes(training=False)
         self.parts.save(label, self.state.step, self.state.epoch)
         self._set_modes(training=True)
+
+    def _sample_after_epoch(self, number: int) -> None:
+        if _is_due(number, self.parts.options.sample.sample_every_n_epochs):
+            self._sample(f"epoch{number:06d}")
 
     def _sample(self, label: str) -> None:
         if self.parts.sample is not None:
