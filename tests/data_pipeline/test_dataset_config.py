@@ -256,3 +256,12 @@ def test_check_starts_without_torch():
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, env={"PYTHONPATH": "src"}, cwd=Path(__file__).parents[2])
+
+
+def test_a_relative_folder_is_looked_for_in_the_current_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        OptionError, match=r"no folder training/img. Paths are relative to the current folder, "
+    ) as raised:
+        dataset_specs(DatasetOptions(train_data_dir=Path("training/img")))
+    assert str(tmp_path) in str(raised.value)

@@ -131,6 +131,8 @@ def _existing_folder(folder: Path, option: str) -> Path:
     if folder.exists():
         raise OptionError(f"{option}: {folder} is a file; a folder is expected.")
     hint = nearest_name_hint(folder.name, folders_in(folder.parent))
+    if not folder.is_absolute():
+        hint += f" Paths are relative to the current folder, {Path.cwd()}."
     raise OptionError(f"{option}: there is no folder {folder}.{hint}")
 
 
