@@ -36,6 +36,9 @@ SPECIAL: dict[str, tuple[list[str], str, Any]] = {
     "lr_scheduler": (["rex"], '"rex"', "rex"),
     "lr_scheduler_args": (["lr_end=0"], '["lr_end=0"]', None),
     "multires_noise_iterations": (["6"], "6", 6),
+    "huggingface_repo_id": (["anna/my-lora"], '"anna/my-lora"', "anna/my-lora"),
+    # The token itself is kept apart from the options.
+    "huggingface_token": (["hf_secret"], '"hf_secret"', "(given)"),
     "optimizer_args": (["weight_decay=0.1", "betas=0.9,0.95"], '["weight_decay=0.1", "betas=0.9,0.95"]', None),
 }
 COMPANIONS: dict[str, str] = {
@@ -59,6 +62,7 @@ COMPANIONS: dict[str, str] = {
     "grad_cosine_log": "grad_norm_log = true",
     **dict.fromkeys(("factor", "decompose_both"), 'network_type = "lokr"'),
     "wd_on_output": 'network_type = "dora"',
+    **dict.fromkeys(("fp8_base", "fp8_base_unet"), 'mixed_precision = "bf16"'),
     **dict.fromkeys(
         (option.name for option in fields(IpAdapterOptions)), 'network_type = "ip_adapter"\nimage_encoder = "clip"'
     ),

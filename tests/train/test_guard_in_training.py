@@ -70,6 +70,7 @@ def test_the_log_of_a_run_can_be_replayed(make_run, tmp_path, capsys):
     run.prepare()
     spoil_gradients_at(run, 25, math.inf)
     run.train()
+    assert capsys.readouterr().out == f"saved {tmp_path / 'out' / 'last.safetensors'}\n"
     log = tmp_path / "out" / LOG
     assert main(["replay", str(log), "--grad_norm_mode", "steady", "off", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
