@@ -66,7 +66,9 @@ def parse_lora_choice(text: str) -> LoraChoice:
         name = head
     path = Path(name).expanduser()
     if not path.is_file():
-        raise ModelError(f"There is no LoRA file {path}.{nearest_file_hint(path)} Give it as {_FORM}.")
+        # With a number too many it is not the name that is wrong.
+        hint = "" if ":" in path.name else nearest_file_hint(path)
+        raise ModelError(f"There is no LoRA file {path}.{hint} Give it as {_FORM}.")
     numbers = {key: _number(key, items[key], text) for key in ("te", "unet", "x") if key in items}
     return LoraChoice(
         path,
