@@ -51,20 +51,7 @@ def load_family(
     path = Path(options.pretrained_model_name_or_path).expanduser()
     if not path.exists():
         raise ModelError(_explain_absent(path))
-    file = None if path.is_dir() else open_weights(path)
-    recognised = recognise_folder(path) if file is None else recognise_file(file)
-    kind = _kind(recognised, path, options)
-    if kind == "sd3":
-        source, predicts_v = _open_sd3(file or path, options), False
-    else:
-        _refuse_sd3_options(path, recognised, options)
-        source, predicts_v = _open_source(file or path, kind, options)
-        if objective is not None and objective.zero_terminal_snr:
-            source = replace(source, scheduler_config={**source.scheduler_config, "rescale_betas_zero_snr": True})
-    if options.vae:
-        vae = open_vae(Path(options.vae).expanduser(), source.kind)
-        _refuse_other_latents(vae.config, source, options.vae)
-        source = replace(source, vae=vae)
+    source, predicts_v = _find_source(path, options, objective)
     from maulstick.families.merged_base import merge_base_weights
     from maulstick.families.sd import StableDiffusion
     from maulstick.families.sd3 import SD3Setup, StableDiffusion3
@@ -105,6 +92,25 @@ def load_family(
         family.check_objective(objective)
     merge_base_weights(family, options)
     return family
+
+
+def _find_source(path: Path, options: ModelOptions, objective: ObjectiveOptions | None) -> tuple[ModelSource, bool]:
+    """Return where the model's parts are, and whether it predicts v."""
+    file = None if path.is_dir() else open_weights(path)
+    recognised = recognise_folder(path) if file is None else recognise_file(file)
+    kind = _kind(recognised, path, options)
+    if kind == "sd3":
+        source, predicts_v = _open_sd3(file or path, options), False
+    else:
+        _refuse_sd3_options(path, recognised, options)
+        source, predicts_v = _open_source(file or path, kind, options)
+        if objective is not None and objective.zero_terminal_snr:
+            source = replace(source, scheduler_config={**source.scheduler_config, "rescale_betas_zero_snr": True})
+    if options.vae:
+        vae = open_vae(Path(options.vae).expanduser(), source.kind)
+        _refuse_other_latents(vae.config, source, options.vae)
+        source = replace(source, vae=vae)
+    return source, predicts_v
 
 
 def _open_sd3(found: Path | WeightFile, options: ModelOptions) -> ModelSource:

@@ -211,14 +211,42 @@ def _check_output(options: TrainOptions) -> None:
 
 def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
     """Yield a line for each option that says something and does nothing, because another one is missing."""
-    run, sample, optimizer = options.run, options.sample, options.optimizer
-    network = options.network
+    sample, optimizer, network = options.sample, options.optimizer, options.network
     values = flat_values(options)
 
     def set_otherwise(*names: str) -> list[str]:
         return [name for name in names if name in given and values[name] != DEFAULTS[name]]
 
     yield from _data_leftovers(options.dataset, set_otherwise)
+    yield from _run_leftovers(options, given, set_otherwise)
+    if options.run.fsdp_base and options.autopsy.autopsy:
+        yield "autopsy has no effect with fsdp_base: one process alone cannot run a step again."
+    if not options.autopsy.autopsy:
+        yield from _no_effect(set_otherwise("autopsy_limit"), "with no-autopsy")
+    if not options.rescue.rescue:
+        rescue_numbers = [name for name in vars(options.rescue) if name != "rescue"]
+        yield from _no_effect(set_otherwise(*rescue_numbers), "with no-rescue")
+    elif options.rescue.rescue_lr_factor == 1:
+        yield from _no_effect(set_otherwise("rescue_lr_restore_after"), "with rescue_lr_factor = 1")
+    if sample.sample_prompts is None:
+        yield from _no_effect(set_otherwise("sample_sampler"), "without sample_prompts")
+    elif not (sample.sample_every_n_steps or sample.sample_every_n_epochs or sample.sample_at_first):
+        names = ["sample_prompts", *set_otherwise("sample_sampler")]
+        yield from _no_effect(names, "without sample_every_n_steps, sample_every_n_epochs or sample_at_first")
+    yield from schedule_leftovers(options.schedule, given)
+    yield from objective_leftovers(options.objective, given)
+    yield from _network_leftovers(options, given, set_otherwise)
+    yield from _log_leftovers(options.log, set_otherwise)
+    unet_has_rate = optimizer.unet_lr is not None or network.network_train_text_encoder_only
+    text_has_rate = states_all_text_encoder_rates(optimizer) or network.network_train_unet_only
+    if "learning_rate" in given and unet_has_rate and text_has_rate:
+        yield "learning_rate has no effect: every part that is trained has a rate of its own."
+
+
+def _run_leftovers(
+    options: TrainOptions, given: Collection[str], set_otherwise: Callable[..., list[str]]
+) -> Iterator[str]:
+    run = options.run
     if {"max_train_steps", "max_train_epochs"} <= set(given):
         yield f"max_train_steps has no effect: max_train_epochs = {run.max_train_epochs} takes its place."
     for unit in ("steps", "epochs"):
@@ -251,22 +279,12 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         )
     if options.upload.huggingface_repo_id is None:
         yield from _no_effect(set_otherwise(*vars(options.upload)), "without huggingface_repo_id")
-    if options.run.fsdp_base and options.autopsy.autopsy:
-        yield "autopsy has no effect with fsdp_base: one process alone cannot run a step again."
-    if not options.autopsy.autopsy:
-        yield from _no_effect(set_otherwise("autopsy_limit"), "with no-autopsy")
-    if not options.rescue.rescue:
-        rescue_numbers = [name for name in vars(options.rescue) if name != "rescue"]
-        yield from _no_effect(set_otherwise(*rescue_numbers), "with no-rescue")
-    elif options.rescue.rescue_lr_factor == 1:
-        yield from _no_effect(set_otherwise("rescue_lr_restore_after"), "with rescue_lr_factor = 1")
-    if sample.sample_prompts is None:
-        yield from _no_effect(set_otherwise("sample_sampler"), "without sample_prompts")
-    elif not (sample.sample_every_n_steps or sample.sample_every_n_epochs or sample.sample_at_first):
-        names = ["sample_prompts", *set_otherwise("sample_sampler")]
-        yield from _no_effect(names, "without sample_every_n_steps, sample_every_n_epochs or sample_at_first")
-    yield from schedule_leftovers(options.schedule, given)
-    yield from objective_leftovers(options.objective, given)
+
+
+def _network_leftovers(
+    options: TrainOptions, given: Collection[str], set_otherwise: Callable[..., list[str]]
+) -> Iterator[str]:
+    network = options.network
     if network.conv_block_dims is not None:
         yield from _no_effect(set_otherwise("conv_dim"), "with conv_block_dims")
     if not (network.block_lr or any(getattr(network, name) is not None for name in PART_WEIGHTS)):
@@ -288,11 +306,6 @@ def _leftovers(options: TrainOptions, given: Collection[str]) -> Iterator[str]:
         yield from _no_effect(ranks, "with dim_from_weights: ranks and alphas come from network_weights")
     elif network.network_alpha == 0:
         yield f"network_alpha = 0 means network_alpha = network_dim ({network.network_dim}), as in sd-scripts."
-    yield from _log_leftovers(options.log, set_otherwise)
-    unet_has_rate = optimizer.unet_lr is not None or network.network_train_text_encoder_only
-    text_has_rate = states_all_text_encoder_rates(optimizer) or network.network_train_unet_only
-    if "learning_rate" in given and unet_has_rate and text_has_rate:
-        yield "learning_rate has no effect: every part that is trained has a rate of its own."
 
 
 def _data_leftovers(data: DatasetOptions, set_otherwise: Callable[..., list[str]]) -> Iterator[str]:
