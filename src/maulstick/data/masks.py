@@ -13,11 +13,11 @@ from typing import Literal
 from PIL import Image
 
 from maulstick.data.buckets import Placement, Size, size_text
+from maulstick.data.companions import images_by_stem, only_one, refuse_shared
 from maulstick.data.findings import Finding, Severity, counted, names
 from maulstick.data.image_findings import CheckedFile
 from maulstick.data.images import ImageError, read_colours_and_alpha
 from maulstick.data.records import ImageRecord, Mask
-from maulstick.data.scan import look_into
 from maulstick.errors import DataError
 from maulstick.options.dataset_spec import SubsetSpec
 
@@ -84,36 +84,6 @@ class Masks:
     def of(self, image: Path, subset: SubsetSpec) -> Mask | None:
         """Return the mask of an image in a subset, None where it has none."""
         return self._masks.get((image, subset.conditioning_data_dir))
-
-
-def images_by_stem(folder: Path) -> dict[str, list[Path]]:
-    """Return the images in a folder by their names without extension."""
-    stems: dict[str, list[Path]] = {}
-    for image in look_into(folder).images:
-        stems.setdefault(image.stem, []).append(image)
-    return stems
-
-
-def only_one(image: Path, candidates: Sequence[Path], what: str) -> Path | None:
-    """Return the one companion of an image, None without any. Raises DataError for several; ``what`` they are."""
-    if len(candidates) > 1:
-        raise DataError(
-            f"conditioning_data_dir: {image} has {len(candidates)} {what}s ({names(candidates)}). Leave one of them "
-            "there."
-        )
-    return candidates[0] if candidates else None
-
-
-def refuse_shared(found: Mapping[Path, Path], what: str) -> None:
-    """Raise DataError where two images (the keys) have the same companion."""
-    owner: dict[Path, Path] = {}
-    for image, companion in found.items():
-        other = owner.setdefault(companion, image)
-        if other != image:
-            raise DataError(
-                f"conditioning_data_dir: {companion.name} would be the {what} of both {other} and {image}. Put "
-                f"{what}s into folders named as the image folders ({companion.parent / image.parent.name} and so on)."
-            )
 
 
 def _looked_at(wanted: _Wanted) -> Mask | None:

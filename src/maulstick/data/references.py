@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 
+from maulstick.data.companions import images_by_stem, only_one, refuse_shared
 from maulstick.data.findings import names
 from maulstick.data.images import ImageError, verify_image
-from maulstick.data.masks import images_by_stem, only_one, refuse_shared
 from maulstick.data.records import ImageRecord
 from maulstick.errors import DataError
 
