@@ -14,7 +14,6 @@ from maulstick.adapters.files import file_hash
 from maulstick.adapters.joint_layout import has_swapped_rows, swapped_halves
 from maulstick.adapters.joint_names import TRANSFORMER, separate_paths
 from maulstick.adapters.key_names import Location
-from maulstick.adapters.lora_family import with_family_prefixes
 from maulstick.adapters.module_kinds import AdapterModule, Unsupported, add_change
 from maulstick.adapters.read_formats import read_adapter
 from maulstick.errors import ModelError, OptionError
@@ -94,11 +93,10 @@ def _changes_of(family: Family, path: Path, strength: float) -> dict[str, list[B
         with family.encoders_borrowed():
             networks |= {name: _layers(encoder) for name, encoder in family.text_encoders.items()}
     table = family.key_names.table(networks)
-    named = with_family_prefixes(file.modules, file.family)
     changes: dict[str, list[BaseChange]] = {}
     unmatched = []
     for name, module in file.modules.items():
-        location = table.get(name) or table.get(named[name]) or _joined(family, name, networks)
+        location = table.get(name) or _joined(family, name, networks)
         if location is None:
             unmatched.append(name)
             continue
