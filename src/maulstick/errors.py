@@ -24,6 +24,11 @@ class ModelError(MaulstickError):
     """A model or adapter file cannot be used."""
 
 
+def contradiction(first: str, second: str, explanation: str) -> OptionError:
+    """Return the error for two options that cannot both be meant."""
+    return OptionError(f"{first} and {second} contradict each other: {explanation}")
+
+
 def nearest_name_hint(name: str, valid: Iterable[str]) -> str:
     """Return " Did you mean X?" for the valid name closest to ``name``, or "" when none is close."""
     close = get_close_matches(name, list(valid), n=3, cutoff=0.6)

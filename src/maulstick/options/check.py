@@ -8,11 +8,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 
-from maulstick.errors import OptionError
+from maulstick.errors import OptionError, contradiction
 from maulstick.guard.errors import GuardError
 from maulstick.guard.presets import GuardConfig, resolve
 from maulstick.options.blocks import BLOCK_RANKS, PART_WEIGHTS, check_blocks
-from maulstick.options.check_data import check_data, contradiction
+from maulstick.options.check_data import check_data
 from maulstick.options.hardware import check_hardware
 from maulstick.options.ip_adapter import check_ip_adapter
 from maulstick.options.log_schema import LogOptions

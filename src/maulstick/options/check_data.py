@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from maulstick.errors import OptionError
+from maulstick.errors import OptionError, contradiction
 from maulstick.options.dataset_config import parse_resolution
 from maulstick.options.schema import DatasetOptions, TrainOptions
-
-
-def contradiction(first: str, second: str, explanation: str) -> OptionError:
-    """Return the error for two options that cannot both be meant."""
-    return OptionError(f"{first} and {second} contradict each other: {explanation}")
 
 
 def check_data(options: TrainOptions) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from maulstick.errors import OptionError
+from maulstick.errors import OptionError, contradiction
 from maulstick.options.schema import TrainOptions
 
 
@@ -18,14 +18,12 @@ def check_hardware(options: TrainOptions) -> None:
                 "fp16), which it is computed in."
             )
         if run.fsdp_base:
-            raise OptionError(
-                f"{name} and fsdp_base contradict each other: weights in 8 bits cannot be spread. Leave one of them "
-                "out."
-            )
+            raise contradiction(name, "fsdp_base", "weights in 8 bits cannot be spread. Leave one of them out.")
     if run.ddp_static_graph and options.network.module_dropout:
-        raise OptionError(
-            "ddp_static_graph and module_dropout contradict each other: dropped modules change the way through the "
-            "network from step to step. Leave one of them out."
+        raise contradiction(
+            "ddp_static_graph",
+            "module_dropout",
+            "dropped modules change the way through the network from step to step. Leave one of them out.",
         )
     if run.ddp_static_graph and run.gradient_accumulation_steps > 1:
         raise OptionError(
